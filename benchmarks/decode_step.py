@@ -80,8 +80,8 @@ def needed_bytes(config: Any, rows: int, context: int, prompt: int, group: int) 
 def measure(arguments: argparse.Namespace, generator: Generator, adapter: str | None, rows: int) -> dict[str, Any]:
     context, prompt, group = arguments.context, arguments.prompt, arguments.group
     longest = pages_for(context + MARGIN)
-    capacity = DecodeCapacity(rows=bucket(rows), pages=rows * longest + 1, longest=longest, stops=8)
-    with generator.inference_mode(adapter):
+    capacity = DecodeCapacity(rows=bucket(rows), pages=rows * longest + 1, pages_per_row=longest, stops=8)
+    with generator.generation_mode(adapter):
         buffers = GraphBuffers.of(generator.model, generator.adapters, capacity, torch.device("cuda"))
         step = DecodeStep(bucket(rows), False, fill(buffers, rows, context, prompt, group))
         began = time.perf_counter()

@@ -242,7 +242,7 @@ def test_a_scheduler_keeps_its_budget_and_finishes_everything(budget: int, seed:
 @pytest.mark.parametrize("drafted", [0, 1])
 def test_a_row_has_room_for_its_drafts(drafted: int) -> None:
     cache = RowCache(torch.device("cpu"))
-    pages = RowAllocator(cache, 200, 8, drafted=drafted)
+    pages = RowAllocator(cache, 200, 8, drafts_per_row=drafted)
     prompt = PromptState([0] * 10, SamplingParams(max_new_tokens=60), unstarted=9)
     state = CompletionState(prompt, 0, frozenset(), None)
     pages.add([state], 9)
@@ -251,7 +251,7 @@ def test_a_row_has_room_for_its_drafts(drafted: int) -> None:
         for sequence in running:
             sequence.scheduled_length = reach
         assert pages.extend(running) == []
-        pages.commit(running)
+        pages.resize_cache(running)
         assert cache.capacity >= min(reach + drafted, 70)
         assert cache.rows >= 2
     assert cache.capacity == 70
@@ -262,7 +262,7 @@ def test_rows_start_from_earlier_states_after_a_prefill_without_sequences() -> N
     """A drafter prefills in every step of a group of ranks, and then alone has states, of no sequence."""
     cache = RowCache(torch.device("cpu"))
     cache.rows = 2
-    cache.set_last_states("drafter", (torch.zeros(0, 3),))
+    cache.set_prefill_states("drafter", (torch.zeros(0, 3),))
     earlier = {"scan": (torch.full((4,), 2.0),), "drafter": (torch.full((3,), 5.0),)}
     cache.start_rows(torch.tensor([1]), torch.tensor([0]), [earlier])
     assert cache.states("scan")[0].tolist() == [[0.0] * 4, [2.0] * 4]

@@ -67,7 +67,7 @@ class Conversation:
         tokens = encode(self.tokenizer, messages)
         sampling = replace(self.sampling, seed=self.sampling.seed + len(messages))  # another seed for each turn
         request_id = self._session.add(Request(tuple(tokens), sampling))
-        (state,) = self._session.progress(request_id).values()
+        (state,) = self._session.unfinished(request_id).values()
         text, printed = TextStream(self.tokenizer, sampling.stop), 0
         try:
             while self._session.busy:

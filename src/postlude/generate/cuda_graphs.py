@@ -41,7 +41,7 @@ class DecodeStep:
     size: int
     filtered: bool
     """Whether a row may have top-k, top-p or min-p: see `sample_next`."""
-    shared: TileShape | None
+    tile_shape: TileShape | None
     """The shape of the tiles of rows that read shared pages together; None if every row reads its own."""
 
 
@@ -124,15 +124,15 @@ class DecodeGraphs:
         rows, size, drafter = self.rows, step.size, self.drafter
         newest, lengths = rows.numbers[TOKEN, :size], rows.numbers[LENGTH, :size]
         if drafter is None:
-            microbatch = self._begin(step, newest[:, None], lengths)
+            microbatch = self._begin_forward(step, newest[:, None], lengths)
             logits = self.model(microbatch, output_processor=all_logits, decode_state=self.cache)
             if self.routing is not None:
                 self.routing.store()
             sample_next(logits, rows.all[:size], rows, filtered=step.filtered)
             return
-        drafts = drafter.propose(self._begin(step, *drafter.unread_tokens(size)), size, filtered=step.filtered)
-        with_draft = torch.where(lengths > 0, lengths + 1, 0)
-        microbatch = self._begin(step, torch.stack((newest, drafts), 1), with_draft)
+        drafts = drafter.propose(self._begin_forward(step, *drafter.unread_tokens(size)), size, filtered=step.filtered)
+        lengths_with_draft = torch.where(lengths > 0, lengths + 1, 0)
+        microbatch = self._begin_forward(step, torch.stack((newest, drafts), 1), lengths_with_draft)
         logits, hidden = self.model(microbatch, output_processor=all_logits_and_hidden, decode_state=self.cache)
         if self.routing is not None:
             self.routing.store()
@@ -140,13 +140,13 @@ class DecodeGraphs:
         logits = logits.unflatten(0, (size, TOKENS_PER_STEP))
         self.cache.accept(sample_after_drafts(logits, drafts, rows, filtered=step.filtered))
 
-    def _begin(self, step: DecodeStep, tokens: Tensor, lengths: Tensor) -> Microbatch:
+    def _begin_forward(self, step: DecodeStep, tokens: Tensor, lengths: Tensor) -> Microbatch:
         """Returns a microbatch of tokens [size, tokens_per_row] of the first rows, and sets up the cache for it.
 
         `lengths` [size] are the rows' numbers of tokens including these, 0 in idle rows.
         """
         rows, size = self.rows, step.size
-        shared = None if step.shared is None else rows.shared.part(step.shared, size)
+        shared = None if step.tile_shape is None else rows.shared.part(step.tile_shape, size)
         self.cache.begin_decode(rows.table[:size], lengths, shared, tokens.shape[1])
         return self._microbatches(tokens, lengths)
 

@@ -27,7 +27,7 @@ class DecodeCache(DecodeState, ABC):
         self.device = device
         self._stores: dict[str, Stores] = {}
         self._states: dict[str, States] = {}
-        self._last: dict[str, States] = {}  # states after each sequence of the last prefill, [sequences, ...]
+        self._prefill_states: dict[str, States] = {}  # states after each sequence of the last prefill, [sequences, ...]
         self._draft_states: dict[str, list[States]] = {}  # by block, the states after each draft token
         self._prefill: Packing | None = None  # the whole sequences of the current forward, or None
         self.choices: dict[str, Tensor] | None = None  # by block, experts chosen in the last forward, if recorded
@@ -43,17 +43,17 @@ class DecodeCache(DecodeState, ABC):
         if self.choices is not None:
             self.choices[name] = choice
 
-    def last_states(self, index: int) -> Mapping[str, States]:
+    def prefill_states(self, index: int) -> Mapping[str, States]:
         """Returns a copy of the states after one sequence of the last prefill, by block."""
-        return {name: tuple(state[index].clone() for state in states) for name, states in self._last.items()}
+        return {name: tuple(state[index].clone() for state in states) for name, states in self._prefill_states.items()}
 
-    def set_last_states(self, name: str, states: States) -> None:
+    def set_prefill_states(self, name: str, states: States) -> None:
         """Sets the states of `name` after the sequences of the last prefill, [sequences, ...] each."""
-        self._last[name] = states
+        self._prefill_states[name] = states
 
-    def reset_last_states(self, indices: Sequence[int], names: Sequence[str]) -> None:
+    def reset_prefill_states(self, indices: Sequence[int], names: Sequence[str]) -> None:
         """Zeroes the states of some blocks after these sequences of the last prefill, as before their first token."""
-        for state in (state for name in names for state in self._last.get(name, ())):
+        for state in (state for name in names for state in self._prefill_states.get(name, ())):
             state[indices] = 0
 
     def start_rows(self, rows: Tensor, sources: Tensor, older: Sequence[Mapping[str, States]]) -> None:
@@ -61,17 +61,21 @@ class DecodeCache(DecodeState, ABC):
 
         `sources` [n] int64 are indices of sequences: those of the last prefill, followed by the `older` ones.
         """
-        for name in dict.fromkeys((*self._last, *(older[0] if older else ()))):
+        for name in dict.fromkeys((*self._prefill_states, *(older[0] if older else ()))):
             for part, state in enumerate(self._row_states(name, older)):
-                last = [self._last[name][part]] if name in self._last else []
+                last = [self._prefill_states[name][part]] if name in self._prefill_states else []
                 before = [torch.stack([states[name][part] for states in older])] if older else []
                 state.index_copy_(0, rows, torch.cat((*last, *before)).index_select(0, sources))
-        self._last = {}
+        self._prefill_states = {}
 
     def _row_states(self, name: str, older: Sequence[Mapping[str, States]]) -> States:
         """Returns the states of all rows under `name`."""
         if name not in self._states:
-            like = self._last[name] if name in self._last else tuple(state[None] for state in older[0][name])
+            like = (
+                self._prefill_states[name]
+                if name in self._prefill_states
+                else tuple(state[None] for state in older[0][name])
+            )
             self._states[name] = tuple(state.new_zeros(self.rows, *state.shape[1:]) for state in like)
         return self._states[name]
 

@@ -16,8 +16,9 @@ from postlude.ops.kernels.capabilities import Backend, use_kernel
 from postlude.ops.linear_logprobs.invariant import logprobs_of_logits
 from postlude.ops.shared_pages import SharedPages
 
-TOKEN, LENGTH, COUNT, LIMIT, KEY, TOP_K, PREVIOUS, UNDRAFTED = range(8)  # columns of `DecodeRows.numbers`
-TEMPERATURE, TOP_P, LOG_MIN_P = range(3)  # columns of `DecodeRows.settings`
+# Indices of the first dimension of `DecodeRows.numbers` and of `DecodeRows.settings`.
+TOKEN, LENGTH, COUNT, LIMIT, KEY, TOP_K, PREVIOUS, UNREAD = range(8)
+TEMPERATURE, TOP_P, LOG_MIN_P = range(3)
 NO_TOKEN = -1.0  # in place of a token: the row is idle, or its draft was rejected
 ACCEPTED = -2.0  # in place of a second token: the draft was accepted, but its completion had ended
 
@@ -53,9 +54,9 @@ class DecodeRows:
             columns.index_copy_(-1, targets, columns.index_select(-1, sources))
         self.stop(sources)
 
-    def stop(self, rows: Tensor) -> None:
-        """Makes these rows idle."""
-        self.numbers[LENGTH].index_fill_(0, rows, 0)
+    def stop(self, indices: Tensor) -> None:
+        """Makes the rows at these indices idle."""
+        self.numbers[LENGTH].index_fill_(0, indices, 0)
 
     def scratch(self) -> DecodeRows:
         """Returns the same rows with copies of `numbers` and `results`, to sample tokens that are not kept."""
@@ -63,10 +64,10 @@ class DecodeRows:
         rows.numbers, rows.results = self.numbers.clone(), self.results.clone()
         return rows
 
-    def sampler_settings(self, rows: Tensor, vocab_size: int, *, filtered: bool) -> SamplerSettings:
-        """Returns the settings of `rows` [n] for the sampler."""
-        key, top_k = self.numbers[KEY, rows], self.numbers[TOP_K, rows]
-        temperature, top_p, log_min_p = self.settings[:, rows]
+    def sampler_settings(self, indices: Tensor, vocab_size: int, *, filtered: bool) -> SamplerSettings:
+        """Returns the settings of the rows at `indices` [n] for the sampler."""
+        key, top_k = self.numbers[KEY, indices], self.numbers[TOP_K, indices]
+        temperature, top_p, log_min_p = self.settings[:, indices]
         greedy = temperature == 0
         return SamplerSettings(
             keys=key,
@@ -82,15 +83,15 @@ class DecodeRows:
 
 def sample_next(
     logits: Tensor,
-    rows: Tensor,
-    state: DecodeRows,
+    indices: Tensor,
+    rows: DecodeRows,
     *,
     token_index: int = 0,
     filtered: bool = True,
     settings: SamplerSettings | None = None,
     backend: Backend = "auto",
 ) -> None:
-    """Samples a token for each of `rows` [n] int64 from its logits [n, vocab], and writes it to the row.
+    """Samples a token for each row at `indices` [n] int64 from its logits [n, vocab], and writes it to the row.
 
     Its result is `results[token_index]`. A row becomes idle at a stop token or its maximum length. Idle rows do not
     change. Without `filtered`, top-k, top-p and min-p are ignored. A caller with the `settings` of the rows on the host
@@ -98,31 +99,31 @@ def sample_next(
     """
     if is_batch_invariant() and logits.is_cuda:
         settings = None  # torch's sums on a GPU depend on the number of rows
-    results = state.results[token_index]
+    results = rows.results[token_index]
     if settings is None and use_kernel("sample_next", backend, logits.device, logits.dtype):
         from postlude.ops.kernels import sample as kernels  # needs triton
 
         logits = logits if logits.stride(-1) == 1 else logits.contiguous()  # tensor-parallel ranks gather columns
-        kernels.sample_next(logits, rows, state.numbers, state.settings, state.stops, results, filtered)
-        _score_invariantly(logits, rows, state, results)
+        kernels.sample_next(logits, indices, rows.numbers, rows.settings, rows.stops, results, filtered)
+        _score_invariantly(logits, indices, rows, results)
         return
     if settings is None:
-        results[rows, 0] = NO_TOKEN
-        running = state.numbers[LENGTH, rows] > 0
-        rows, logits = rows[running], logits[running]
-        settings = state.sampler_settings(rows, logits.shape[1], filtered=filtered)
-    _, length, count, limit, *_ = state.numbers[:, rows]
+        results[indices, 0] = NO_TOKEN
+        running = rows.numbers[LENGTH, indices] > 0
+        indices, logits = indices[running], logits[running]
+        settings = rows.sampler_settings(indices, logits.shape[1], filtered=filtered)
+    _, length, count, limit, *_ = rows.numbers[:, indices]
     tokens, *logprobs = sample(logits, settings, count)
-    results[rows] = torch.stack([column.double() for column in (tokens, *logprobs)], 1)
-    ended = (count + 1 >= limit) | (state.stops[:, rows] == tokens).any(0)
-    state.numbers[:3, rows] = torch.stack((tokens, torch.where(ended, 0, length + 1), count + 1))
-    _score_invariantly(logits, rows, state, results)
+    results[indices] = torch.stack([column.double() for column in (tokens, *logprobs)], 1)
+    ended = (count + 1 >= limit) | (rows.stops[:, indices] == tokens).any(0)
+    rows.numbers[:3, indices] = torch.stack((tokens, torch.where(ended, 0, length + 1), count + 1))
+    _score_invariantly(logits, indices, rows, results)
 
 
 def sample_after_drafts(
     logits: Tensor,
     drafts: Tensor,
-    state: DecodeRows,
+    rows: DecodeRows,
     *,
     filtered: bool = True,
     settings: SamplerSettings | None = None,
@@ -133,26 +134,26 @@ def sample_after_drafts(
     `sample_next`. Returns how many of these two tokens each row has accepted, [n] int64; 0 in an idle row.
     """
     count = len(drafts)
-    rows, lengths, tokens = state.all[:count], state.numbers[LENGTH, :count], state.numbers[TOKEN, :count]
+    indices, lengths, tokens = rows.all[:count], rows.numbers[LENGTH, :count], rows.numbers[TOKEN, :count]
     running = lengths > 0
-    sample_next(logits[:, 0], rows, state, filtered=filtered, settings=settings)
+    sample_next(logits[:, 0], indices, rows, filtered=filtered, settings=settings)
     accepted = running & (tokens == drafts)
     first, first_lengths = tokens.clone(), lengths.clone()
     lengths.masked_fill_(~accepted, 0)  # for the second token all other rows are idle
-    two = lengths > 0
-    sample_next(logits[:, 1], rows, state, token_index=1, filtered=filtered)
+    has_second = lengths > 0
+    sample_next(logits[:, 1], indices, rows, token_index=1, filtered=filtered)
     lengths.copy_(torch.where(accepted, lengths, first_lengths))
-    state.results[1, :count, 0].masked_fill_(accepted & ~two, ACCEPTED)
-    previous, undrafted = state.numbers[PREVIOUS, :count], state.numbers[UNDRAFTED, :count]
-    previous.copy_(torch.where(two, first, previous))
-    undrafted.copy_(torch.where(running, 1 + two.long(), undrafted))
+    rows.results[1, :count, 0].masked_fill_(accepted & ~has_second, ACCEPTED)
+    previous, unread = rows.numbers[PREVIOUS, :count], rows.numbers[UNREAD, :count]
+    previous.copy_(torch.where(has_second, first, previous))
+    unread.copy_(torch.where(running, 1 + has_second.long(), unread))
     return running.long() + accepted.long()
 
 
-def _score_invariantly(logits: Tensor, rows: Tensor, state: DecodeRows, results: Tensor) -> None:
+def _score_invariantly(logits: Tensor, indices: Tensor, rows: DecodeRows, results: Tensor) -> None:
     """Replaces log-probs by those that the trainer's head computes, in the batch-invariant mode."""
-    if is_batch_invariant() and len(rows):
-        temperature = state.settings[TEMPERATURE, rows]
+    if is_batch_invariant() and len(indices):
+        temperature = rows.settings[TEMPERATURE, indices]
         temperature = torch.where(temperature > 0, temperature, 1.0)
-        logprobs = logprobs_of_logits(logits, state.numbers[TOKEN, rows], temperature)
-        results[:, 1].index_copy_(0, rows, logprobs.double())
+        logprobs = logprobs_of_logits(logits, rows.numbers[TOKEN, indices], temperature)
+        results[:, 1].index_copy_(0, indices, logprobs.double())

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from postlude.data import Microbatch
 from postlude.generate.decode_cache import DecodeCache
-from postlude.generate.decode_rows import LENGTH, PREVIOUS, TOKEN, UNDRAFTED, DecodeRows, sample_next
+from postlude.generate.decode_rows import LENGTH, PREVIOUS, TOKEN, UNREAD, DecodeRows, sample_next
 from postlude.generate.forward import logits_at
 from postlude.generate.sampler import SamplerSettings
 from postlude.model import LanguageModel, OutputInputs
@@ -48,10 +48,10 @@ class Drafter:
         If there is one token, the second is a placeholder, which `propose` rejects. Lengths [n] are 0 in idle rows.
         """
         numbers = self.rows.numbers[:, :count]
-        token, length, undrafted = numbers[TOKEN], numbers[LENGTH], numbers[UNDRAFTED]
-        two = undrafted == 2
-        tokens = torch.stack((torch.where(two, numbers[PREVIOUS], token), torch.where(two, token, 0)), 1)
-        return tokens, torch.where(length > 0, length - undrafted + 1, 0)
+        token, length, unread = numbers[TOKEN], numbers[LENGTH], numbers[UNREAD]
+        has_two = unread == 2
+        tokens = torch.stack((torch.where(has_two, numbers[PREVIOUS], token), torch.where(has_two, token, 0)), 1)
+        return tokens, torch.where(length > 0, length - unread + 1, 0)
 
     def propose(
         self, microbatch: Microbatch, count: int, *, filtered: bool = True, settings: SamplerSettings | None = None
@@ -61,12 +61,12 @@ class Drafter:
         The microbatch has their `unread_tokens`. `filtered` and `settings` are those of `sample_next`.
         """
         hidden = self.cache.states(HIDDEN)[0][:count].flatten(0, 1) if count else self._no_hidden()
-        depth, rows = self._run_depth(hidden, microbatch), self.rows.all[:count]
-        undrafted = self.rows.numbers[UNDRAFTED, :count]
-        logits, _ = logits_at(depth, 2 * rows + (undrafted - 1).clamp_min(0))
-        self.cache.accept(torch.where(self.rows.numbers[LENGTH, :count] > 0, undrafted, 0))
+        depth, indices = self._run_depth(hidden, microbatch), self.rows.all[:count]
+        unread = self.rows.numbers[UNREAD, :count]
+        logits, _ = logits_at(depth, 2 * indices + (unread - 1).clamp_min(0))
+        self.cache.accept(torch.where(self.rows.numbers[LENGTH, :count] > 0, unread, 0))
         sampled = self.rows.scratch()
-        sample_next(logits, rows, sampled, filtered=filtered, settings=settings)
+        sample_next(logits, indices, sampled, filtered=filtered, settings=settings)
         return sampled.numbers[TOKEN, :count]
 
     def keep(self, hidden: Tensor) -> None:
@@ -91,9 +91,11 @@ class Drafter:
             last.append(start - 1)
         self._run_depth(hidden[self._integers(read)], begin(following))
         single = [index for index, tokens in enumerate(sequences) if len(tokens) == 1]
-        self.cache.reset_last_states(single, [block.name for layer in self.model.mtp.layers for block in layer.blocks])
+        self.cache.reset_prefill_states(
+            single, [block.name for layer in self.model.mtp.layers for block in layer.blocks]
+        )
         kept = hidden[self._integers(last), None].expand(-1, TOKENS_PER_STEP, -1)
-        self.cache.set_last_states(HIDDEN, (kept,))
+        self.cache.set_prefill_states(HIDDEN, (kept,))
 
     def _run_depth(self, hidden: Tensor, microbatch: Microbatch) -> OutputInputs:
         """Runs the depth on the model's hidden states [m, H]. The microbatch has the token after each."""

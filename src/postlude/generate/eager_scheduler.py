@@ -45,7 +45,7 @@ class EagerScheduler(Scheduler):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         cache = RowCache(next(model.parameters()).device, fp8=fp8_kv)
-        self.row_allocator = RowAllocator(cache, max_batch_tokens, max_sequences, drafted=int(draft))
+        self.row_allocator = RowAllocator(cache, max_batch_tokens, max_sequences, drafts_per_row=int(draft))
         super().__init__(
             model,
             DecodeRows(max_sequences, 0, max_stops(completions), cache.device, TOKENS_PER_STEP if draft else 1),
@@ -77,7 +77,7 @@ class EagerScheduler(Scheduler):
         if decoding:
             self._sample(decoding, logits, drafts, settings)
         if joining.completions:
-            self._begin(joining, prefill_logits)
+            self._start_and_sample(joining, prefill_logits)
 
     def _join(self) -> JoiningCompletions:
         """Returns the completions that join with a prefill. Those with a prefilled prompt start here."""
@@ -87,19 +87,19 @@ class EagerScheduler(Scheduler):
             self._compact(len(self.running))
             joining = self._admit()
             if self.running:
-                self.row_allocator.commit(self.running)
+                self.row_allocator.resize_cache(self.running)
             if joining.sequences or not joining.completions:
                 return joining
-            self._begin(joining, torch.empty(0, device=self.device))
+            self._start_and_sample(joining, torch.empty(0, device=self.device))
             while self.unread_results:
                 self._read_results()
 
-    def _begin(self, joining: JoiningCompletions, prefill_logits: Tensor) -> None:
+    def _start_and_sample(self, joining: JoiningCompletions, prefill_logits: Tensor) -> None:
         """Starts joining completions, and samples their first token."""
-        rows = self._integers([running.row for running in joining.completions])
-        logits = self._start(joining, rows, prefill_logits)
-        self._write_rows(joining.completions, rows)
-        sample_next(logits, rows, self.rows, settings=self._new_settings(joining.completions))
+        indices = self._integers([running.row for running in joining.completions])
+        logits = self._start(joining, indices, prefill_logits)
+        self._write_rows(joining.completions, indices)
+        sample_next(logits, indices, self.rows, settings=self._new_settings(joining.completions))
         self._send_results(joining.completions, 1)
 
     def _propose(self, drafter: Drafter, count: int, longest: int, settings: SamplerSettings) -> Tensor:
@@ -119,9 +119,9 @@ class EagerScheduler(Scheduler):
         newest, rows = self.rows.numbers[TOKEN, :count], [row for (row,) in joining.pages]
         tokens = newest[:, None] if drafts is None else torch.stack((newest, drafts), 1)
         tokens_per_row = tokens.shape[1]
-        drafted = tokens_per_row - 1
-        lengths = self.rows.numbers[LENGTH, :count] + drafted
-        microbatch = self._microbatches(tokens, lengths, longest + drafted, sequences, rows)
+        drafts_per_row = tokens_per_row - 1
+        lengths = self.rows.numbers[LENGTH, :count] + drafts_per_row
+        microbatch = self._microbatches(tokens, lengths, longest + drafts_per_row, sequences, rows)
         if sequences or not count:
             last = microbatch.packing.cu_seqlens[count + 1 : count + len(sequences) + 1].long() - 1
             indices = torch.cat((torch.arange(count * tokens_per_row, device=self.device), last))
@@ -175,10 +175,10 @@ class EagerScheduler(Scheduler):
         """See `Scheduler`."""
         self._settings = None
 
-    def _finish(self, running: RunningCompletion) -> None:
+    def _remove_finished(self, running: RunningCompletion) -> None:
         """See `Scheduler`."""
         if running.state.error is not None:
             self.cache.clear(running.row)
         elif self.routing is not None:
             self.routing.copy_to(running.state, [running.row])
-        super()._finish(running)
+        super()._remove_finished(running)

@@ -52,7 +52,7 @@ class Generator:
     draft: "mtp" is speculative decoding with the model's first multi-token-prediction depth. It does not change the
         completions.
     routing: completions also have the experts that their tokens were routed to.
-    kv_cache_dtype: "fp8" stores keys and values in FP8, so that the same memory holds as many tokens more: see
+    kv_cache_dtype: "fp8" stores keys and values in FP8, so that the same memory holds more tokens (`cache_tokens`), see
         `check_kv_cache_dtype`. Where steps are not captured as CUDA graphs they are only rounded, and no memory is
         saved.
     quantization: "fp8" multiplies by copies of the weights in FP8: see `model.fp8_weights`. `update_weights` makes them
@@ -186,7 +186,7 @@ class Generator:
         ]
         completions = [completion for group in groups for completion in group]
         try:
-            with self.inference_mode(adapter):
+            with self.generation_mode(adapter):
                 self._scheduler(completions, DecodeCapacity.of).finish()
         finally:
             self.adapters.activate(None)
@@ -195,12 +195,12 @@ class Generator:
                 raise completion.error
         return [[self.to_completion(completion) for completion in group] for group in groups]
 
-    def start(self, completions: Sequence[CompletionState]) -> Scheduler:
+    def session_scheduler(self, completions: Sequence[CompletionState]) -> Scheduler:
         """Returns a scheduler of these completions, to which others can be added. It works on one rank."""
         return self._scheduler(completions, DecodeCapacity.for_session)
 
     @contextlib.contextmanager
-    def inference_mode(self, adapter: str | None) -> Iterator[None]:
+    def generation_mode(self, adapter: str | None) -> Iterator[None]:
         """Enters evaluation mode without gradients and selects this adapter, which stays active afterwards.
 
         The model's products use its FP8 weights, if it has any, inside only.
@@ -237,7 +237,7 @@ class Generator:
 
     @property
     def cache_tokens(self) -> int:
-        """The tokens of a paged cache: those that take the memory of `max_batch_tokens` in the model's dtype."""
+        """The size of a paged cache in tokens: `max_batch_tokens`; with FP8 as many as fit in the same memory."""
         return self.max_batch_tokens * (self.model.embedding.weight.element_size() if self.fp8_kv else 1)
 
     def release(self, *, only_if_large: bool = False) -> None:

@@ -39,7 +39,7 @@ class DecodeCapacity:
 
     rows: int
     pages: int
-    longest: int
+    pages_per_row: int
     """The number of pages of the longest completion, prompt included."""
     stops: int
     """The maximum number of stop tokens of a completion."""
@@ -48,12 +48,12 @@ class DecodeCapacity:
     def of(completions: Sequence[CompletionState], budget: int, max_sequences: int) -> DecodeCapacity:
         """Returns the capacity for these completions, in a cache of about `budget` tokens."""
         lengths = [completion.max_length for completion in completions]
-        longest, total = pages_for(max(lengths)), sum(pages_for(length) + 1 for length in lengths)
+        pages_per_row, total = pages_for(max(lengths)), sum(pages_for(length) + 1 for length in lengths)
         # A single completion always fits, with a copy of its prompt's last page.
         return DecodeCapacity(
             rows=bucket(min(len(completions), max_sequences)),
-            pages=max(longest + 1, min(budget // PAGE_SIZE, total)),
-            longest=longest,
+            pages=max(pages_per_row + 1, min(budget // PAGE_SIZE, total)),
+            pages_per_row=pages_per_row,
             stops=max_stops(completions),
         )
 
@@ -61,7 +61,9 @@ class DecodeCapacity:
     def for_session(completions: Sequence[CompletionState], budget: int, max_sequences: int) -> DecodeCapacity:
         """Returns the capacity for these and any later completions, in a cache of about `budget` tokens."""
         pages = pages_for(budget)
-        return DecodeCapacity(rows=bucket(max_sequences), pages=pages + 1, longest=pages, stops=max_stops(completions))
+        return DecodeCapacity(
+            rows=bucket(max_sequences), pages=pages + 1, pages_per_row=pages, stops=max_stops(completions)
+        )
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class GraphBuffers:
         for layers in (layers for block in model.blocks for layers in block.fused_projections()):
             fuse_weights(layers)
         tokens_per_step = TOKENS_PER_STEP if draft else 1
-        rows = DecodeRows(capacity.rows, capacity.longest, capacity.stops, device, tokens_per_step)
+        rows = DecodeRows(capacity.rows, capacity.pages_per_row, capacity.stops, device, tokens_per_step)
         cache = PagedCache(capacity.pages, capacity.rows, device, fp8=fp8_kv)
         drafter = Drafter(model, rows, cache) if draft else None
         record = RoutingRecord(model, cache) if routing else None
@@ -117,7 +119,7 @@ class GraphBuffers:
             routing == (self.routing is not None)
             and have.rows >= capacity.rows
             and have.pages >= capacity.pages
-            and have.longest >= capacity.longest
+            and have.pages_per_row >= capacity.pages_per_row
             and have.stops >= capacity.stops
             and self.weight_addresses == addresses(self.model)
         )
@@ -142,16 +144,18 @@ class GraphScheduler(Scheduler):
             buffers.model,
             buffers.rows,
             buffers.cache,
-            PagePool(buffers.capacity.pages, buffers.capacity.longest, drafted=buffers.rows.tokens_per_step - 1),
+            PagePool(
+                buffers.capacity.pages, buffers.capacity.pages_per_row, drafts_per_row=buffers.rows.tokens_per_step - 1
+            ),
             max_sequences=max_sequences,
             max_prefill_tokens=max_prefill_tokens,
         )
-        self.paged, self.graphs = buffers.cache, buffers.graphs
+        self.paged_cache, self.graphs = buffers.cache, buffers.graphs
         self.drafter, self.routing = buffers.drafter, buffers.routing
         self.table = torch.zeros(self.rows.table.shape, dtype=torch.int32)  # the next content of the device's table
         self.changed_pages: dict[int, list[int]] = {}  # by row, of completions that joined, moved or grew
         self.rows_changed = False  # by completions that joined, left or moved
-        self.shared: TileShape | None = None  # of the tiles of rows that share pages
+        self.tile_shape: TileShape | None = None  # of the tiles of rows that share pages; None if no pages are shared
         self.filtered = False
         self.add(completions)
 
@@ -174,7 +178,7 @@ class GraphScheduler(Scheduler):
         size = bucket(len(self.running))
         self._compact(size)
         self._send_table()
-        self.graphs(DecodeStep(size, self.filtered, self.shared))
+        self.graphs(DecodeStep(size, self.filtered, self.tile_shape))
         self._send_results(self.running, self.rows.tokens_per_step)
         for running in self.running:
             running.scheduled_length += self.rows.tokens_per_step
@@ -200,11 +204,11 @@ class GraphScheduler(Scheduler):
     def _send_shared_pages(self) -> None:
         """Finds out which rows share their first pages, unless too few to gain by reading them together."""
         tiles = shared_tiles({running.row: running.pages for running in self.running})
-        self.shared = None
+        self.tile_shape = None
         if sum(tile.saved for tile in tiles) >= self.min_saved_pages:
             shared = SharedPages.of(self.rows.size, tiles)
             self.rows.shared.copy_(shared)
-            self.shared = shared.shape
+            self.tile_shape = shared.shape
 
     def _may_join(self) -> bool:
         """Whether enough rows are free for waiting completions: an eighth of all, since a prefill is a forward."""
@@ -218,10 +222,10 @@ class GraphScheduler(Scheduler):
         """Prefills joining completions, and samples their first token."""
         self._idle_ended_rows()
         joining = self._admit()
-        rows = self._integers([running.row for running in joining.completions])
-        logits = self._start(joining, rows, self._prefill(joining.sequences, joining.pages))
-        self._write_rows(joining.completions, rows)
-        sample_next(logits, rows, self.rows, filtered=self.filtered)
+        indices = self._integers([running.row for running in joining.completions])
+        logits = self._start(joining, indices, self._prefill(joining.sequences, joining.pages))
+        self._write_rows(joining.completions, indices)
+        sample_next(logits, indices, self.rows, filtered=self.filtered)
         self._send_results(joining.completions, 1)
 
     def _prefill(self, sequences: list[list[int]], pages: list[list[int]]) -> Tensor:
@@ -243,11 +247,11 @@ class GraphScheduler(Scheduler):
     def _begin_prefill(self, pages: Sequence[Sequence[int]], sequences: Sequence[Sequence[int]]) -> Microbatch:
         """Returns a microbatch of whole sequences in these pages, and sets up the cache for it."""
         microbatch = prefill_microbatch(sequences, self.device)
-        self.paged.begin_prefill(microbatch.packing, pages)
+        self.paged_cache.begin_prefill(microbatch.packing, pages)
         return microbatch
 
-    def _finish(self, running: RunningCompletion) -> None:
+    def _remove_finished(self, running: RunningCompletion) -> None:
         """See `Scheduler`."""
         if self.routing is not None and running.state.error is None:
             self.routing.copy_to(running.state, running.pages)
-        super()._finish(running)
+        super()._remove_finished(running)

@@ -37,10 +37,8 @@ class PagedCache(DecodeCache):
         self._tokens_per_row = 1
         self._shared: SharedPages | None = None
         self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-        self._slots = (
-            torch.empty(0, device=device),
-            torch.empty(0, device=device),
-        )  # the page and the offset in it of each prefilled token
+        # The page, and the offset in it, of each prefilled token.
+        self._slots = torch.empty(0, device=device), torch.empty(0, device=device)
 
     def begin_decode(
         self, table: Tensor, lengths: Tensor, shared: SharedPages | None = None, tokens_per_row: int = 1
@@ -107,10 +105,10 @@ class PagedCache(DecodeCache):
         slots = self._slots
         if self._prefill is None:
             lengths = lengths_of_tokens(self._lengths, self._tokens_per_row)
-            places = (lengths - 1).clamp_min(0)
-            by_row = (places // PAGE_SIZE).view(-1, self._tokens_per_row)
+            positions = (lengths - 1).clamp_min(0)
+            by_row = (positions // PAGE_SIZE).view(-1, self._tokens_per_row)
             page = self._table.gather(1, by_row).flatten().long()
-            slots = torch.where(lengths > 0, page, self.pages), places % PAGE_SIZE
+            slots = torch.where(lengths > 0, page, self.pages), positions % PAGE_SIZE
         for store, part in zip(self._stores[name], new, strict=True):
             store.index_put_(slots, part)
         return self._stores[name]
@@ -118,7 +116,7 @@ class PagedCache(DecodeCache):
     def recur(self, name: str, inputs: Inputs, step: RecurrentStep, scan: RecurrentScan) -> Tensor:
         """See `DecodeState.recur`."""
         if self._prefill is not None:
-            output, self._last[name] = scan(inputs, self._prefill)
+            output, self._prefill_states[name] = scan(inputs, self._prefill)
             return output
         return self._recur_rows(name, inputs, step, self._tokens_per_row, self._lengths > 0)
 

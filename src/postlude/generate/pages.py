@@ -35,6 +35,9 @@ class RunningCompletion:
 class PageAllocator(ABC):
     """Allocates pages of a cache to the completions of a scheduler."""
 
+    shares_pages: bool
+    """Whether a prompt keeps its pages for its later completions; else the cache keeps copies (`DecodeCache.save`)."""
+
     @abstractmethod
     def fits_alone(self, completion: CompletionState) -> bool:
         """Whether the completion fits when it runs alone."""
@@ -65,18 +68,20 @@ class PageAllocator(ABC):
 class PagePool(PageAllocator):
     """Allocates pages of `PAGE_SIZE` tokens: it has the free ones, and the number of references to each of the others.
 
-    Each row has room for its newest token and `drafted` drafts.
+    Each row has room for its newest token and `drafts_per_row` drafts, and at most `pages_per_row` pages.
     """
 
-    def __init__(self, count: int, longest: int, *, drafted: int = 0) -> None:
-        self.longest = longest
-        self.drafted = drafted
+    shares_pages = True
+
+    def __init__(self, count: int, pages_per_row: int, *, drafts_per_row: int = 0) -> None:
+        self.pages_per_row = pages_per_row
+        self.drafts_per_row = drafts_per_row
         self.free = list(range(count - 1, -1, -1))
         self._reference_counts = [0] * count
 
     def fits_alone(self, completion: CompletionState) -> bool:
         """See `PageAllocator`."""
-        return pages_for(completion.max_length) <= self.longest
+        return pages_for(completion.max_length) <= self.pages_per_row
 
     def has_room(self, completion: CompletionState, running: Sequence[RunningCompletion]) -> bool:
         """See `PageAllocator`. Includes a copy of the last page of its prompt."""
@@ -91,11 +96,11 @@ class PagePool(PageAllocator):
 
         A drafter's key at the last token of a prompt depends on the token after it, so that page is not shared.
         """
-        shared = pages[: (tokens - self.drafted) // PAGE_SIZE]
+        shared = pages[: (tokens - self.drafts_per_row) // PAGE_SIZE]
         self._add_reference(shared)
-        taken = self._allocate(pages_for(tokens + 1) - len(shared))
-        left = tokens - len(shared) * PAGE_SIZE  # tokens of the prompt in other pages: one page at most
-        return [*shared, *taken], [(pages[len(shared)], taken[0], left)] if left else []
+        new = self._allocate(pages_for(tokens + 1) - len(shared))
+        not_shared = tokens - len(shared) * PAGE_SIZE  # tokens of the prompt in other pages: one page at most
+        return [*shared, *new], [(pages[len(shared)], new[0], not_shared)] if not_shared else []
 
     def release(self, pages: Sequence[int]) -> None:
         """See `PageAllocator`."""
@@ -110,7 +115,7 @@ class PagePool(PageAllocator):
             completion
             for completion in running
             if len(completion.pages) * PAGE_SIZE
-            < min(completion.scheduled_length + self.drafted, completion.state.max_length)
+            < min(completion.scheduled_length + self.drafts_per_row, completion.state.max_length)
         ]
         if len(growing) > len(self.free):
             return None
@@ -131,15 +136,18 @@ class PagePool(PageAllocator):
 class RowAllocator(PageAllocator):
     """Allocates the pages of a `RowCache`, one per row. All have `capacity` tokens, which grows with the longest one.
 
-    The cache holds rows · capacity ≤ `budget` tokens. Each row has room for its newest token and `drafted` drafts.
+    The cache holds rows · capacity ≤ `budget` tokens. Each row has room for its newest token and
+    `drafts_per_row` drafts.
     """
 
-    def __init__(self, cache: RowCache, budget: int, max_sequences: int, *, drafted: int = 0) -> None:
+    shares_pages = False
+
+    def __init__(self, cache: RowCache, budget: int, max_sequences: int, *, drafts_per_row: int = 0) -> None:
         self.cache = cache
         self.budget = budget
-        self.drafted = drafted
+        self.drafts_per_row = drafts_per_row
         self.capacity = 0
-        self.longest = 0  # the largest `max_length` of any completion
+        self.max_length = 0  # the largest one of any completion
         self._max_sequences = max_sequences
         self._rows = 0  # to allocate, up to max_sequences
         self._needed = 0  # tokens of the longest running sequence
@@ -150,7 +158,7 @@ class RowAllocator(PageAllocator):
 
     def add(self, completions: Sequence[CompletionState], total: int) -> None:
         """See `PageAllocator`."""
-        self.longest = max(self.longest, *(completion.max_length for completion in completions), 0)
+        self.max_length = max(self.max_length, *(completion.max_length for completion in completions), 0)
         if total > self._rows:  # at least doubled, since adding rows copies the cache
             self._rows = min(self._max_sequences, max(total, 2 * self._rows))
 
@@ -173,7 +181,7 @@ class RowAllocator(PageAllocator):
         self._needed = max((completion.scheduled_length for completion in running), default=0)
         return None if self._capacity_for(len(running), self._needed) is None else []
 
-    def commit(self, running: Sequence[RunningCompletion]) -> None:
+    def resize_cache(self, running: Sequence[RunningCompletion]) -> None:
         """Resizes the cache to the rows in use. Running completions are in the first rows."""
         capacity = self._capacity_for(len(running), self._needed)
         assert capacity is not None
@@ -184,13 +192,13 @@ class RowAllocator(PageAllocator):
         """Returns the capacity of a row if `rows` rows of at least `needed` tokens and drafts fit, else None."""
         if rows > self._rows:
             return None
-        rows, needed = max(rows, 1), min(needed + self.drafted, self.longest)
+        rows, needed = max(rows, 1), min(needed + self.drafts_per_row, self.max_length)
         if needed <= self.capacity and rows * self.capacity <= self.budget:
             return self.capacity
-        fits = self.budget // rows
-        if fits < min(needed + MARGIN, self.longest):
+        available = self.budget // rows  # tokens of each row
+        if available < min(needed + MARGIN, self.max_length):
             return None
-        return min(max(needed + MARGIN, needed * 5 // 4), fits, self.longest)
+        return min(max(needed + MARGIN, needed * 5 // 4), available, self.max_length)
 
 
 def pages_for(tokens: int) -> int:

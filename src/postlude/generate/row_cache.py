@@ -35,10 +35,10 @@ class RowCache(DecodeCache):
         self.capacity = 0
         self.fp8 = fp8
         self._attention: DecodeAttention | None = None
-        self._decoded, self._tokens_per_row, self._sequences = 0, 1, 0
-        self._slots = torch.empty(
-            0, dtype=torch.int64, device=device
-        )  # in the flattened stores, of the forward's tokens
+        # Of the current forward: the rows that decode, the tokens of each, and the whole sequences.
+        self._decoded_rows, self._tokens_per_row, self._sequence_count = 0, 1, 0
+        # Indices of the forward's tokens in the flattened stores.
+        self._slots = torch.empty(0, dtype=torch.int64, device=device)
 
     def resize(self, rows: int, capacity: int) -> None:
         """Changes the number and the capacity of rows. Tokens within the old and the new bounds are kept."""
@@ -70,8 +70,8 @@ class RowCache(DecodeCache):
         the packing of the sequences that start in `rows`. Its last `padding` tokens, a separate sequence, are not
         stored.
         """
-        self._decoded, self._tokens_per_row, self._prefill = len(lengths), tokens_per_row, prefill
-        self._sequences = len(rows)
+        self._decoded_rows, self._tokens_per_row, self._prefill = len(lengths), tokens_per_row, prefill
+        self._sequence_count = len(rows)
         self._attention = DecodeAttention(lengths, longest, tokens_per_row) if len(lengths) else None
         starts = torch.arange(len(lengths), device=self.device) * self.capacity + (lengths - tokens_per_row)
         self._slots = consecutive_positions(starts, tokens_per_row)
@@ -105,20 +105,20 @@ class RowCache(DecodeCache):
             return decode(inputs, stores, self._attention)
         if self._attention is None:
             return prefill(inputs, self._prefill)
-        decoded = self._decoded * self._tokens_per_row
+        decoded = self._decoded_rows * self._tokens_per_row
         outputs = decode(tuple(part[:decoded] for part in inputs), stores, self._attention)
         return torch.cat((outputs, prefill(tuple(part[decoded:] for part in inputs), self._prefill)))
 
     def recur(self, name: str, inputs: Inputs, step: RecurrentStep, scan: RecurrentScan) -> Tensor:
         """See `DecodeState.recur`."""
-        decoded, outputs = self._decoded * self._tokens_per_row, []
+        decoded, outputs = self._decoded_rows * self._tokens_per_row, []
         if decoded:
             inputs_of_rows = tuple(part[:decoded] for part in inputs)
             outputs.append(self._recur_rows(name, inputs_of_rows, step, self._tokens_per_row))
         if self._prefill is not None:
             output, states = scan(tuple(part[decoded:] for part in inputs), self._prefill)
             outputs.append(output)
-            self.set_last_states(name, tuple(state[: self._sequences] for state in states))
+            self.set_prefill_states(name, tuple(state[: self._sequence_count] for state in states))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def move(self, sources: Tensor, targets: Tensor, copies: Sequence[PageCopy]) -> None:

@@ -59,14 +59,15 @@ class JoiningCompletions:
     prompts: list[PromptState | None] = field(default_factory=list)
     """For each sequence, its prompt if several completions share it, else None."""
     copies: list[PageCopy] = field(default_factory=list)
-    tokens: int = 0
+    prefill_tokens: int = 0
+    """The number of tokens of `sequences`."""
 
     def add_sequence(self, sequence: Sequence[int], pages: list[int], prompt: PromptState | None = None) -> None:
         """Adds a sequence to prefill. Its keys and values go to these pages."""
         self.sequences.append([*sequence])
         self.pages.append(pages)
         self.prompts.append(prompt)
-        self.tokens += len(sequence)
+        self.prefill_tokens += len(sequence)
 
 
 class Scheduler(ABC):
@@ -119,7 +120,7 @@ class Scheduler(ABC):
             self.step()
 
     def step(self) -> None:
-        """Adds waiting completions, samples a token of each, and reads the tokens of earlier steps."""
+        """Adds waiting completions, samples a token of each running one, and reads the tokens of earlier steps."""
         self._advance()
         while self.unread_results and (
             len(self.unread_results) > self.max_unread_steps or not any(running.unfinished for running in self.running)
@@ -128,7 +129,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def _advance(self) -> None:
-        """Adds waiting completions, and samples a token of each."""
+        """Adds waiting completions, and samples a token of each running one."""
 
     def preempt_all(self) -> None:
         """Reads all results, preempts all completions and empties the cache, so that new weights prefill everything."""
@@ -195,10 +196,10 @@ class Scheduler(ABC):
             if token < 0:
                 running.scheduled_length -= 1
             elif state.add(int(token), logprob, sampled_logprob):
-                self._finish(running)
+                self._remove_finished(running)
                 return
 
-    def _finish(self, running: RunningCompletion) -> None:
+    def _remove_finished(self, running: RunningCompletion) -> None:
         """Removes a completion that finished or failed."""
         if running.state.stopped_by is not None or running.state.error is not None:
             self.ended_rows.append(running.row)
@@ -269,7 +270,10 @@ class Scheduler(ABC):
     # --- joining
 
     def _has_room(self, completion: CompletionState) -> bool:
-        """Whether there is room for the completion and `MARGIN` more tokens. A single one always has room."""
+        """Whether there is room for the completion and `MARGIN` more tokens.
+
+        If no other runs there always is, for which prefilled prompts are dropped.
+        """
         if not self.running and not self.unread_results and not self.allocator.has_room(completion, self.running):
             while self.prefilled:
                 self._drop_prompt(next(reversed(self.prefilled)))
@@ -281,10 +285,8 @@ class Scheduler(ABC):
         used_rows = {running.row for running in self.running}
         free = deque(row for row in range(self.rows.size) if row not in used_rows)
         while self.waiting and len(self.running) < self.max_sequences and self._has_room(self.waiting[0]):
-            if (
-                joining.tokens
-                and joining.tokens + self._prefill_tokens(self.waiting[0], joining) > self.max_prefill_tokens
-            ):
+            total = joining.prefill_tokens + self._prefill_tokens(self.waiting[0], joining)
+            if joining.prefill_tokens and total > self.max_prefill_tokens:
                 break
             running = self._place(self.waiting.popleft(), free.popleft(), joining)
             self.running.append(running)
@@ -317,8 +319,8 @@ class Scheduler(ABC):
             prompt.unstarted -= 1
         return RunningCompletion(completion, row, pages, length + 1)
 
-    def _start(self, joining: JoiningCompletions, rows: Tensor, logits: Tensor) -> Tensor:
-        """Starts joining completions, from `logits` [m, vocab] after the sequences that were prefilled for them.
+    def _start(self, joining: JoiningCompletions, row_indices: Tensor, logits: Tensor) -> Tensor:
+        """Starts joining completions in their rows, from `logits` [m, vocab] after the sequences prefilled for them.
 
         Copies shared pages that completions will write to. Returns the logits of all completions, [n, vocab].
         """
@@ -326,10 +328,10 @@ class Scheduler(ABC):
         earlier_states = [self.prefilled[prompt] for prompt in earlier]
         for index, prompt in enumerate(joining.prompts):
             if prompt is not None and prompt.unstarted:
-                pages, states = joining.pages[index], self.cache.last_states(index)
+                pages, states = joining.pages[index], self.cache.prefill_states(index)
                 stores = self.cache.save(pages, len(prompt.tokens))
                 self.prefilled[prompt] = _PrefillState(
-                    pages if self.max_unread_steps else [], logits[index].clone(), states, stores
+                    pages if self.allocator.shares_pages else [], logits[index].clone(), states, stores
                 )
             elif prompt is not None:
                 self.allocator.release(joining.pages[index])
@@ -350,11 +352,11 @@ class Scheduler(ABC):
                 for source in joining.sources
             ]
         )
-        self.cache.start_rows(rows, sources, [prefill.states for prefill in earlier_states])
+        self.cache.start_rows(row_indices, sources, [prefill.states for prefill in earlier_states])
         earlier_logits = [torch.stack([prefill.logits for prefill in earlier_states])] if earlier_states else []
         return torch.cat((*([logits] if len(logits) else []), *earlier_logits)).index_select(0, sources)
 
-    def _write_rows(self, joined: Sequence[RunningCompletion], rows: Tensor) -> None:
+    def _write_rows(self, joined: Sequence[RunningCompletion], row_indices: Tensor) -> None:
         """Writes the state of these completions to their rows on the device."""
         numbers, settings, stops, vocab = [], [], [], self.model.config.vocab_size
         for running in joined:
@@ -365,11 +367,11 @@ class Scheduler(ABC):
             stop_tokens = list(state.stop_tokens)
             stops.append(stop_tokens + [-1] * (len(self.rows.stops) - len(stop_tokens)))
             self._on_change(running)
-        self.rows.numbers.index_copy_(1, rows, self._integers(numbers).T)
-        self.rows.stops.index_copy_(1, rows, self._integers(stops).T)
+        self.rows.numbers.index_copy_(1, row_indices, self._integers(numbers).T)
+        self.rows.stops.index_copy_(1, row_indices, self._integers(stops).T)
         columns = torch.tensor(settings, dtype=torch.float32).T.contiguous()
         columns[LOG_MIN_P].log_()
-        self.rows.settings.index_copy_(1, rows, to_device(columns, self.device))
+        self.rows.settings.index_copy_(1, row_indices, to_device(columns, self.device))
 
     def _integers(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return to_device(torch.tensor(values, dtype=torch.int64), self.device)

@@ -27,9 +27,8 @@ class Session:
         """The name of the model's weights; None if they have none."""
         self._scheduler: Scheduler | None = None
         self._adapter: str | None = None  # of all completions of the scheduler
-        self._postponed: deque[list[CompletionState]] = (
-            deque()
-        )  # completions that do not fit in this scheduler or have another adapter, and wait for the next
+        # Completions that wait for the next scheduler: they do not fit in this one, or have another adapter.
+        self._postponed: deque[list[CompletionState]] = deque()
         self._active: dict[tuple[int, int], CompletionState] = {}  # by request id and index
         self._request_ids = itertools.count()
 
@@ -61,13 +60,13 @@ class Session:
         if self._scheduler is None:
             self._start()
         if self._scheduler is not None and self._has_adapter(self._adapter):
-            with self.generator.inference_mode(self._adapter):
+            with self.generator.generation_mode(self._adapter):
                 self._scheduler.step()
         if self._scheduler is not None and not self._scheduler.busy:
             self._end()
         return [self._finished(*key) for key, completion in list(self._active.items()) if completion.done]
 
-    def progress(self, request_id: int) -> dict[int, CompletionState]:
+    def unfinished(self, request_id: int) -> dict[int, CompletionState]:
         """Returns the unfinished completions of a request by index, with their tokens so far."""
         return {index: completion for (owner, index), completion in self._active.items() if owner == request_id}
 
@@ -88,7 +87,7 @@ class Session:
         """
         load()
         if self._scheduler is not None and self._has_adapter(self._adapter):
-            with self.generator.inference_mode(self._adapter):
+            with self.generator.generation_mode(self._adapter):
                 self._scheduler.preempt_all()
         for completion in self._active.values():
             self._record_version(completion)
@@ -102,8 +101,8 @@ class Session:
             return
         group = self._postponed.popleft()
         self._adapter = group[0].prompt.adapter
-        with self.generator.inference_mode(self._adapter):
-            self._scheduler = self.generator.start(group)
+        with self.generator.generation_mode(self._adapter):
+            self._scheduler = self.generator.session_scheduler(group)
         waiting, self._postponed = self._postponed, deque()
         for group in waiting:
             if self._fits(self._scheduler, group):

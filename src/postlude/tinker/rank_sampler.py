@@ -100,7 +100,7 @@ class RankSampler:
         errors: dict[int, Exception] = {}
         for adapter in dict.fromkeys(call.weights.adapter for call in calls):
             adapter_calls = [call for call in calls if call.weights.adapter == adapter]
-            with self.generator.inference_mode(adapter):
+            with self.generator.generation_mode(adapter):
                 scores = score_prompts(self.generator.model, [call.request for call in adapter_calls], self.budget)
             for call, call_scores in zip(adapter_calls, scores, strict=True):
                 request = call.request
@@ -152,7 +152,7 @@ class RankSampler:
         events = []
         for request_id, running in self._running.items():
             if running.call.streamed:
-                for index, state in self._session.progress(request_id).items():
+                for index, state in self._session.unfinished(request_id).items():
                     done = running.reported.get(index, 0)
                     if len(state.tokens) > done:
                         running.reported[index] = len(state.tokens)
@@ -165,7 +165,7 @@ class RankSampler:
         completions = [running.completions[index] for index in range(request.num_samples)]
         tops: Sequence[TopK | None] = [None] * len(completions)
         if request.topk_sample_logprobs:
-            with self.generator.inference_mode(running.call.weights.adapter):
+            with self.generator.generation_mode(running.call.weights.adapter):
                 tops = score_completions(self.generator.model, request, completions, self.budget)
         return SampleResult(
             [

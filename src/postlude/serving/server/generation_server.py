@@ -307,7 +307,7 @@ class GenerationServer:
         else:
             self._pending[request_id] = pending
             if pending.on_progress is not None:
-                pending.states = self._session.progress(request_id)
+                pending.states = self._session.unfinished(request_id)
 
     def _drop(self, cancelled: Sequence[_Pending]) -> None:
         for request_id, pending in list(self._pending.items()):
