@@ -14,20 +14,20 @@ from postlude.ops.adamw_storage import (
     dequantize_first,
     dequantize_second,
 )
-from tests.ops.test_adamw import DEVICE, normal, start
+from tests.ops.test_adamw import DEVICE, initial_state, normal
 
 RATES = AdamWHyperparameters(lr=1e-2, betas=(0.9, 0.99), eps=1e-8, decay=0.1)
 
 
 @pytest.mark.parametrize("moments", ["fp32", "8bit"])
 @pytest.mark.parametrize("weights", ["fp32", "split", "rounded"])
-def test_the_kernel_is_the_reference(weights: str, moments: str) -> None:
-    """Given the same random bits; where a number is all but on the edge between two, the other one may come out."""
+def test_kernel_equals_reference(weights: str, moments: str) -> None:
+    """Both get the same random bits. Values at the border between two roundings may round either way."""
     shape, region = (5, 6, 200), (slice(2, 4), slice(1, 6), slice(64, 200))
     weight = normal(*shape)[region].contiguous()
     gradients = [normal(*shape, seed=seed)[region].contiguous() for seed in (1, 2, 3)]
     gradients[1][:, 0] = 0.0
-    states = {backend: start(weight, weights=weights, moments=moments) for backend in ("torch", "triton")}
+    states = {backend: initial_state(weight, weights=weights, moments=moments) for backend in ("torch", "triton")}
     for number, gradient in enumerate(gradients, start=1):
         correction = bias_corrections(torch.tensor([float(number)], device=DEVICE), RATES)[0]
         for backend, state in states.items():

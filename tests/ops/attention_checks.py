@@ -44,7 +44,7 @@ def attention(query, key, value, queries, keys, scores, tiles):
     ],
 )
 def test_equals_dense_float64(heads, kv_heads, widths, lengths, parts, window, softcap, sinks) -> None:
-    """In fp32, on a CPU as exact as that; in half precision on a GPU, which has no fp32 products."""
+    """fp32 on the CPU; half precision on a GPU, whose kernel has no fp32 products."""
     keys, queries = (Packing.from_lengths(packed_lengths, device=DEVICE) for packed_lengths in (lengths, parts))
     dtype, tolerance = (torch.bfloat16, 1e-2) if DEVICE == "cuda" else (torch.float32, 1e-5)
     operands = tensors(heads, kv_heads, widths[0], parts, lengths, value_width=widths[1], dtype=dtype, device=DEVICE)
@@ -53,7 +53,7 @@ def test_equals_dense_float64(heads, kv_heads, widths, lengths, parts, window, s
     assert_alike(functools.partial(attention, tiles=SMALL), dense, inputs, queries, keys, scores, tolerance)
 
 
-def test_reads_parts_of_wider_rows() -> None:
+def test_strided_inputs_are_read_in_place() -> None:
     packing = Packing.from_lengths(LONGER, device=DEVICE)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     query, key, value, _ = tensors(4, 2, 16, LONGER, LONGER, dtype=dtype, device=DEVICE)
@@ -64,7 +64,7 @@ def test_reads_parts_of_wider_rows() -> None:
     assert torch.equal(run(query.transpose(0, 1).contiguous().transpose(0, 1), key, value), run(query, key, value))
 
 
-def test_a_packing_keeps_its_tables() -> None:
+def test_packing_caches_its_tables() -> None:
     packing = Packing.from_lengths(LONGER, device=DEVICE)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     query, key, value, _ = tensors(2, 2, 16, LONGER, LONGER, dtype=dtype, device=DEVICE)
@@ -75,7 +75,7 @@ def test_a_packing_keeps_its_tables() -> None:
     assert len(packing.tables) == 4
 
 
-def test_by_tma() -> None:
+def test_tma_tiles_equal_dense_float64() -> None:
     keys, queries = (Packing.from_lengths(packed_lengths, device=DEVICE) for packed_lengths in (LONGER, TAILS))
     dtype, tolerance = (torch.bfloat16, 1e-2) if DEVICE == "cuda" else (torch.float32, 1e-5)
     operands = tensors(4, 2, 16, TAILS, LONGER, value_width=32, dtype=dtype, device=DEVICE)
@@ -91,7 +91,7 @@ def test_by_tma() -> None:
     )
 
 
-def test_selective_recompute_keeps_what_attention_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selective_recompute_keeps_attention_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     packing = Packing.from_lengths(LONGER, device=DEVICE)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     inputs = tensors(2, 2, 16, LONGER, LONGER, dtype=dtype, device=DEVICE)[:3]

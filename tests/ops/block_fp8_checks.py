@@ -26,7 +26,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def outlier_rows(count: int, width: int) -> Tensor:
-    """Tokens of which every third is 1,000 times as large, with a feature 100 times as large as the others."""
+    """Tokens of which every third is 1,000 times as large, with one feature 100 times as large as the others."""
     rows = normal(count, width, seed=1)
     rows[::3] *= 1e3
     rows[:, 5] *= 100
@@ -42,10 +42,10 @@ def fp8(weight: Tensor) -> FP8Weight:
 @pytest.mark.parametrize(("backend", "gpu"), [("torch", "H200"), ("triton", "H200"), ("triton", "L40S")])
 @pytest.mark.parametrize("count", [1, 16, 70, 130])
 @pytest.mark.parametrize("case", ["plain", "norm", "residual"])
-def test_products_equal_those_of_rounded_tensors_in_float64(
+def test_products_equal_float64_products_of_rounded_tensors(
     backend, gpu: str, count: int, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the tiles and loads of a GPU with a tensor memory accelerator, and of one without."""
+    """With the tiles and loads of GPUs with and without a tensor memory accelerator."""
     if backend == "triton":
         monkeypatch.setattr("postlude.ops.kernels.block_fp8.gpu_of", lambda device: GPUS[gpu])
     check_product(backend, count, case)
@@ -76,7 +76,7 @@ def check_product(backend, count: int, case: str) -> None:
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_products_of_many_tokens_in_bf16(residual: bool) -> None:
-    """On a Hopper they are those of torch, whose tokens are padded."""
+    """On Hopper these are torch's products, whose tokens are padded."""
     rows, weight = outlier_rows(150, 512).bfloat16(), fp8(normal(256, 512, seed=2))
     added = normal(150, 256, seed=4).bfloat16() if residual else None
     actual = fp8_linear(rows, weight, residual=None if added is None else added.clone(), backend="triton")
@@ -87,7 +87,7 @@ def test_products_of_many_tokens_in_bf16(residual: bool) -> None:
 
 @pytest.mark.parametrize("count", [1, 130])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_mlp_is_its_products(count: int, dtype: torch.dtype) -> None:
+def test_fused_mlp_equals_separate_products(count: int, dtype: torch.dtype) -> None:
     """One kernel applies the gate and rounds."""
     hidden, norm = 0.01 * normal(count, 256, seed=1).to(dtype), Norm(1 + 0.1 * normal(256, seed=3).to(dtype), 1e-6, 0.0)
     gate_and_up, down = fp8(normal(512, 256, seed=4).to(dtype) / 16), fp8(normal(256, 256, seed=5).to(dtype))
@@ -101,7 +101,7 @@ def test_an_mlp_is_its_products(count: int, dtype: torch.dtype) -> None:
     assert not counters.any()
 
 
-def test_a_weight_is_within_a_sixteenth_of_itself() -> None:
+def test_fp8_weight_error_is_below_one_sixteenth() -> None:
     weight = normal(300, 200, seed=5)
     weight[130] *= 1e3
     quantized = fp8(weight)
@@ -123,8 +123,8 @@ def test_adapters_and_biases_are_added_in_their_own_dtype() -> None:
     assert_equal(second, product[:, 256:] + bias, "bias")
 
 
-def test_layers_of_decoding_take_fp8_weights() -> None:
-    """As their parts: a norm, the product, adapters, an activation or the residual."""
+def test_decode_layers_with_fp8_weights_equal_their_parts() -> None:
+    """The parts: a norm, the product, adapters, an activation or the residual."""
     rows, norm = normal(5, 256, seed=1), Norm(1 + 0.1 * normal(256, seed=2), 1e-6, 0.0)
     gate_up, down = fp8(normal(512, 256, seed=3)), fp8(normal(256, 256, seed=4))
     low = LowRank(normal(8, 256, seed=5), normal(512, 4, seed=6), (256, 256))

@@ -1,4 +1,4 @@
-"""Fills memory before kernels run: they must not depend on it."""
+"""Fills memory with NaN before kernels run, since they must not depend on its contents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ POISON_BYTES = 1 << 30
 
 @pytest.fixture(autouse=True)
 def poisoned(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Before each check of kernels, NaN in the memory that they will be given.
+    """Before each kernel check, fills the memory that the kernels will be given with NaN.
 
     On a GPU it is allocated, filled and given back to torch, which hands it out again. In Triton's interpreter torch
     fills what it hands out itself.

@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel for GPUs that are not here, at the sizes of models: Triton's compiler needs no GPU.
+"""Compiles every Triton kernel for GPUs that are not present, at model sizes: Triton's compiler needs no GPU.
 
 `CALLS` call each kernel as its operation does, with tensors in host memory. Nothing is launched.
 """
@@ -264,7 +264,7 @@ def call_head_fused(softcap: bool) -> None:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the kernels of an operation. `fits` says whether the operation makes it on a GPU."""
+    """A call of an operation's kernels. `fits` returns whether the operation makes this call on a GPU."""
 
     operation: str
     label: str
@@ -328,7 +328,7 @@ CALLS = (
 
 
 class FakeDriver:
-    """Tells Triton that a GPU of this capability is there. Its device number keeps compilations apart."""
+    """Reports a GPU of this capability to Triton. Its device number separates the compilations."""
 
     def __init__(self, capability: capabilities.Capability) -> None:
         self.architecture = 10 * capability[0] + capability[1]
@@ -345,7 +345,7 @@ class FakeDriver:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch: the kernel, its constants, and after a compilation its memory."""
+    """A kernel launch: the kernel, its constants, and after compilation its memory."""
 
     kernel: str
     options: dict[str, object]
@@ -355,7 +355,7 @@ class Launch:
 
 @contextlib.contextmanager
 def launches_on(gpu: capabilities.GPU, *, compiles: bool) -> Iterator[list[Launch]]:
-    """Yields what is launched inside, as if on this GPU. With `compiles` Triton compiles it; nothing runs."""
+    """Yields the launches made inside, as if on this GPU. With `compiles`, Triton compiles them; nothing runs."""
     launches: list[Launch] = []
     run = jit.JITFunction.run
 
@@ -384,8 +384,8 @@ def launches_on(gpu: capabilities.GPU, *, compiles: bool) -> Iterator[list[Launc
             driver.reset_active()  # without a GPU there is no other driver
 
 
-def kernels_of_the_project() -> set[str]:
-    """The names of all kernels that are launched, as in `Launch.kernel`."""
+def launched_kernels() -> set[str]:
+    """Returns the names of all kernels that the project launches, as in `Launch.kernel`."""
     names = set()
     for file in pkgutil.iter_modules(kernels.__path__):
         module = importlib.import_module(f"{kernels.__name__}.{file.name}")

@@ -31,7 +31,7 @@ def normal(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
 
 
 def assert_near(actual: Tensor, exact: Tensor) -> None:
-    """Results are rounded once."""
+    """Compares up to one rounding of the results."""
     assert actual.dtype == HALF
     off = float((actual.double() - exact).norm() / exact.norm())
     assert off <= WITHIN, f"off by {off:.1e}"
@@ -53,7 +53,7 @@ SIZES = [(1, 64, 64), (16, 1024, 192), (7, 192, 128), (15, 320, 64)]
 
 
 @pytest.mark.parametrize(("rows", "width", "features"), SIZES)
-def test_a_norm_and_a_product(rows: int, width: int, features: int) -> None:
+def test_norm_linear(rows: int, width: int, features: int) -> None:
     x, norm, weight, exact = make_operands(rows, width, features, 0.0)
     assert_near(norm_linear(x, norm, weight, backend="triton"), exact @ weight.double().t())
     x, norm, weight, exact = make_operands(rows, width, features, 1.0)
@@ -62,7 +62,7 @@ def test_a_norm_and_a_product(rows: int, width: int, features: int) -> None:
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu2"])
 @pytest.mark.parametrize(("rows", "width", "features"), SIZES)
-def test_a_norm_two_products_and_a_gate(rows: int, width: int, features: int, activation: str) -> None:
+def test_norm_gated_linear(rows: int, width: int, features: int, activation: str) -> None:
     x, norm, weight, exact = make_operands(rows, width, 2 * features, 0.0)
     gate, up = (exact @ weight.double().t()).chunk(2, -1)
     assert_near(norm_gated_linear(x, norm, activation, weight, backend="triton"), activate(gate, activation) * up)
@@ -70,8 +70,8 @@ def test_a_norm_two_products_and_a_gate(rows: int, width: int, features: int, ac
 
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 @pytest.mark.parametrize(("rows", "width", "features"), [*SIZES, (13, 3072, 1024)])
-def test_a_product_and_a_sum(rows: int, width: int, features: int, shared: bool) -> None:
-    """A sum that programs share is the same in every run, and their counters are zero again."""
+def test_linear_add(rows: int, width: int, features: int, shared: bool) -> None:
+    """A sum shared by several programs is the same in every run, and their counters are zero again afterwards."""
     x, _, weight, _ = make_operands(rows, width, features, 0.0)
     residual = normal(rows, features, seed=4)
     counters = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE) if shared else None
@@ -87,8 +87,8 @@ def adapters(rank: int, width: int, *sizes: int) -> LowRank:
     return LowRank(a, normal(sum(sizes), rank, seed=6, scale=rank**-0.5), sizes)
 
 
-def added(low_rank: LowRank, exact: Tensor) -> Tensor:
-    """In float64, with A · x rounded as a product takes it."""
+def adapter_product(low_rank: LowRank, exact: Tensor) -> Tensor:
+    """Computes in float64, with A · x rounded as the product reads it."""
     parts = zip(low_rank.a.double().split(low_rank.rank), low_rank.b.double().split(low_rank.sizes), strict=True)
     return torch.cat([(exact @ a.t()).to(HALF).double() @ b.t() for a, b in parts], -1)
 
@@ -97,10 +97,10 @@ ADAPTED = [(1, 64, 16, (64,)), (16, 256, 32, (128, 64, 64)), (7, 192, 48, (64, 1
 
 
 @pytest.mark.parametrize(("rows", "width", "rank", "sizes"), ADAPTED)
-def test_a_norm_a_product_and_adapters(rows: int, width: int, rank: int, sizes: tuple[int, ...]) -> None:
+def test_norm_linear_with_adapters(rows: int, width: int, rank: int, sizes: tuple[int, ...]) -> None:
     x, norm, weight, exact = make_operands(rows, width, sum(sizes), 0.0)
     low_rank = adapters(rank, width, *sizes)
-    expected = exact @ weight.double().t() + added(low_rank, exact)
+    expected = exact @ weight.double().t() + adapter_product(low_rank, exact)
     counters = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE)
     assert_near(norm_linear(x, norm, weight, low_rank, counters, backend="triton"), expected)
     assert not counters.any()
@@ -108,20 +108,20 @@ def test_a_norm_a_product_and_adapters(rows: int, width: int, rank: int, sizes: 
 
 
 @pytest.mark.parametrize(("rows", "width", "rank"), [(1, 64, 16), (16, 256, 32), (7, 192, 48)])
-def test_a_norm_two_products_adapters_and_a_gate(rows: int, width: int, rank: int) -> None:
+def test_norm_gated_linear_with_adapters(rows: int, width: int, rank: int) -> None:
     x, norm, weight, exact = make_operands(rows, width, 256, 0.0)
     low_rank = adapters(rank, width, 128, 128)
-    gate, up = (exact @ weight.double().t() + added(low_rank, exact)).chunk(2, -1)
+    gate, up = (exact @ weight.double().t() + adapter_product(low_rank, exact)).chunk(2, -1)
     actual = norm_gated_linear(x, norm, "silu", weight, low_rank, backend="triton")
     assert_near(actual, activate(gate, "silu") * up)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
-def test_a_product_adapters_and_a_sum(shared: bool) -> None:
+def test_linear_add_with_adapters(shared: bool) -> None:
     x, _, weight, _ = make_operands(13, 1024, 128, 0.0)
     residual, low_rank = normal(13, 128, seed=4), adapters(32, 1024, 128)
     counters = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE) if shared else None
-    exact = residual.double() + x.double() @ weight.double().t() + added(low_rank, x.double())
+    exact = residual.double() + x.double() @ weight.double().t() + adapter_product(low_rank, x.double())
     first, second = (linear_add(residual, x, weight, low_rank, counters, backend="triton") for _ in range(2))
     assert_near(first, exact)
     assert torch.equal(first, second)
@@ -129,24 +129,24 @@ def test_a_product_adapters_and_a_sum(shared: bool) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 17, 70, 300])
-def test_adapters_of_more_rows(rows: int) -> None:
-    """Added to a product in place, and with a gate after it."""
+def test_adapters_with_many_rows(rows: int) -> None:
+    """Added to a product in place, and followed by a gate."""
     x = normal(rows, 128, seed=1)
     for sizes, rank in (((256, 64, 64), 32), ((320,), 16), ((64, 64), 128)):
         low_rank, product = adapters(rank, 128, *sizes), normal(rows, sum(sizes), seed=2)
-        expected = product.double() + added(low_rank, x.double())
+        expected = product.double() + adapter_product(low_rank, x.double())
         actual = add_low_rank(lambda product=product: product, x, low_rank, backend="triton")
         assert actual is product
         assert_near(actual, expected)
     low_rank, product = adapters(32, 128, 192, 192), normal(rows, 384, seed=2)
-    gate, up = (product.double() + added(low_rank, x.double())).chunk(2, -1)
+    gate, up = (product.double() + adapter_product(low_rank, x.double())).chunk(2, -1)
     assert_near(add_low_rank(lambda: product, x, low_rank, "silu", backend="triton"), activate(gate, "silu") * up)
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs need a GPU")
 @pytest.mark.parametrize("rows", [16, 40])
 def test_adapters_in_a_cuda_graph(rows: int) -> None:
-    """The products with A run beside others. Each replay gives what calls outside of a graph do."""
+    """The products with A run on another stream. Each replay equals the calls outside of a graph."""
     x, norm, weight, _ = make_operands(rows, 256, 512, 0.0)
     down, first, second = normal(256, 256, seed=7, scale=0.1), adapters(32, 256, 256, 256), adapters(32, 256, 256)
     counters = torch.zeros(COUNTERS, dtype=torch.int32, device=DEVICE)
@@ -168,7 +168,7 @@ def test_adapters_in_a_cuda_graph(rows: int) -> None:
         assert torch.equal(actual, expected)
 
 
-def test_ranks_and_layers_that_no_tile_has_are_refused() -> None:
+def test_unsupported_ranks_and_layer_sizes_are_refused() -> None:
     x, norm, weight, _ = make_operands(3, 128, 64, 0.0)
     with pytest.raises(RuntimeError, match="adapters of rank 8 are no multiple of 16 up to 64"):
         norm_linear(x, norm, weight, adapters(8, 128, 64), backend="triton")
@@ -176,27 +176,27 @@ def test_ranks_and_layers_that_no_tile_has_are_refused() -> None:
         norm_linear(x, norm, weight, adapters(16, 128, 32, 32), backend="triton")
 
 
-def test_rows_may_be_part_of_wider_ones() -> None:
+def test_strided_rows() -> None:
     wide, weight = normal(5, 256, seed=1), normal(64, 128, seed=2)
     residual = normal(5, 128, seed=3)[:, :64]
     actual = linear_add(residual, wide[:, 128:], weight, backend="triton")
     assert_near(actual, residual.double() + wide[:, 128:].double() @ weight.double().t())
 
 
-def test_nan_stays_in_its_row() -> None:
+def test_nan_affects_only_its_row() -> None:
     x, norm, weight, _ = make_operands(3, 128, 64, 0.0)
     x[1, 5] = torch.nan
     assert norm_linear(x, norm, weight, backend="triton").isnan().all(1).tolist() == [False, True, False]
 
 
-def test_a_row_does_not_depend_on_those_beside_it() -> None:
-    """To the bit, as long as tiles are alike."""
+def test_row_is_independent_of_other_rows() -> None:
+    """Bit for bit, as long as the tiles are the same."""
     x, norm, weight, _ = make_operands(16, 1024, 64, 0.0)
     every = norm_linear(x, norm, weight, backend="triton")
     assert torch.equal(norm_linear(x[3:4].clone(), norm, weight, backend="triton"), every[3:4])
 
 
-def test_more_rows_than_a_tile_has_are_refused_or_left_to_torch() -> None:
+def test_more_rows_than_a_tile_are_refused_or_use_torch() -> None:
     x, norm, weight, _ = make_operands(decode_linear.MAX_ROWS + 1, 64, 64, 0.0)
     with pytest.raises(RuntimeError, match=f"its tiles have room for {decode_linear.MAX_ROWS} rows, and these are"):
         norm_linear(x, norm, weight, backend="triton")

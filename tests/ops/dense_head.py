@@ -1,4 +1,4 @@
-"""The LM head written plainly in float64: what every fused form must equal."""
+"""The LM head written plainly in float64, as the reference of every fused form."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def dense(
 
 @dataclass
 class Operands:
-    """Tensors that want gradients, and the upstream gradients of logprob, entropy and lse."""
+    """Tensors that require gradients, and the upstream gradients of logprob, entropy and lse."""
 
     hidden: Tensor
     weight: Tensor
@@ -77,7 +77,7 @@ class Operands:
 
 
 def assert_close(actual: Tensor, expected: Tensor, name: str, *, scale: float = 0.0, within: float = TOLERANCE) -> None:
-    """Equal to `within` of the largest expected magnitude, or of `scale`, that of the terms, where terms cancel."""
+    """Compares to `within` of the largest expected magnitude, or of `scale`, the magnitude of terms that cancel."""
     assert actual.shape == expected.shape, f"{name}: {tuple(actual.shape)} is not {tuple(expected.shape)}"
     assert torch.isfinite(actual).all(), f"{name} is not finite"
     if expected.numel() == 0:
@@ -89,7 +89,7 @@ def assert_close(actual: Tensor, expected: Tensor, name: str, *, scale: float = 
 
 
 def assert_same_head(fused: Any, operands: Operands, *, within: float = TOLERANCE, **options: Any) -> None:
-    """`fused(hidden, weight, targets, bias=..., **options)`, a TokenStats with all parts, equals the dense head."""
+    """Asserts that `fused(hidden, weight, targets, bias=..., **options)`, a full TokenStats, equals the dense head."""
     leaves = operands.leaves()
     stats = fused(operands.hidden, operands.weight, operands.targets, bias=operands.bias, entropy=True, lse=True)
     results = (stats.logprob, stats.entropy, stats.lse)

@@ -1,4 +1,4 @@
-"""Triton's norm, gated activation and turned heads equal torch in float64, forward and every gradient.
+"""Triton's norm, gated activation and rotary embedding equal torch in float64, forward and every gradient.
 
 Run in a process of their own, through the interpreter or on a GPU: see `kernel_checks`.
 """
@@ -29,7 +29,7 @@ def random_tensor(*shape: int, seed: int, dtype: torch.dtype, scale: float = 1.0
 
 
 def compare(function, reference, inputs: list[Tensor | None], tolerance: float) -> None:
-    """Outputs and gradients of `function` on `given` against `reference` on the same numbers in float64."""
+    """Compares outputs and gradients of `function` with those of `reference` on the same inputs in float64."""
     exact = [None if tensor is None else tensor.detach().double().requires_grad_() for tensor in inputs]
     actual, expected = function(*inputs), reference(*exact)
     upstream = [torch.randn(tensor.shape, generator=torch.Generator().manual_seed(9)).to(tensor) for tensor in actual]
@@ -70,8 +70,8 @@ def test_norm(shape, offset: float) -> None:
         )
 
 
-def test_norm_of_rows_that_lie_apart() -> None:
-    """A part of a wider projection, and a gradient that is one number for all."""
+def test_norm_of_strided_rows() -> None:
+    """A slice of a wider projection, and an expanded gradient."""
     wide, weight = random_tensor(7, 50, seed=0, dtype=torch.float32), random_tensor(40, seed=1, dtype=torch.float32)
     gradients = torch.autograd.grad(rms_norm(wide[:, 3:43], weight, EPS, backend="triton").sum(), [wide, weight])
     expected_gradients = torch.autograd.grad(
@@ -81,8 +81,8 @@ def test_norm_of_rows_that_lie_apart() -> None:
         assert_equal(actual, expected)
 
 
-def test_weights_whose_gradients_are_added_up() -> None:
-    """In fp32, where the weights are bf16, nothing is rounded on the way."""
+def test_gradient_accumulation_in_fp32() -> None:
+    """Gradients of bf16 weights are accumulated in fp32 without intermediate rounding."""
     rows, table = (
         random_tensor(6, 3, 16, seed=0, dtype=torch.float32),
         rotary_table(RotaryConfig(), torch.arange(6), 16),
@@ -105,7 +105,7 @@ def test_weights_whose_gradients_are_added_up() -> None:
         assert_equal(weight.main_grad - 1, expected_weight.grad)
 
 
-def test_norm_beside_when_one_of_both_is_not_used() -> None:
+def test_norm_with_residual_when_one_output_is_unused() -> None:
     vectors, weight = random_tensor(5, 24, seed=0, dtype=torch.float32), random_tensor(24, seed=1, dtype=torch.float32)
     residual, normed = rms_norm_with_residual(vectors * 1, weight, EPS, backend="triton")
     (alone,) = torch.autograd.grad(residual.square().sum(), vectors, retain_graph=True)
@@ -136,8 +136,8 @@ def test_gated(shape, activation: str, dtype: torch.dtype) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("deferred", [False, True])
-def test_product_of_gated(deferred: bool, dtype: torch.dtype) -> None:
-    """Features that are made again for the weight's gradient, now or later."""
+def test_linear_of_gated_activation(deferred: bool, dtype: torch.dtype) -> None:
+    """The activations are recomputed for the weight's gradient, immediately or deferred."""
     gate, up = (random_tensor(5, 48, seed=seed, dtype=dtype) for seed in (0, 1))
     weight, bias = random_tensor(7, 48, seed=2, dtype=dtype), random_tensor(7, seed=3, dtype=dtype)
 
@@ -160,7 +160,7 @@ def test_product_of_gated(deferred: bool, dtype: torch.dtype) -> None:
                 assert_equal(actual, expected, f"result {index}", 2 * TOLERANCES[dtype])
 
 
-def test_gated_parts_of_one_product() -> None:
+def test_gated_activation_of_slices_of_one_product() -> None:
     gate_and_up = random_tensor(6, 96, seed=0, dtype=torch.float32)
     gradient = torch.autograd.grad(
         gated_activation(*gate_and_up.chunk(2, -1), "silu", backend="triton").sum(), gate_and_up
@@ -202,7 +202,7 @@ def test_rotated_heads(heads: int, kv_heads: int, width: int, turned: int, dtype
 
 
 def test_rotated_heads_of_one_product() -> None:
-    """Queries and keys that lie beside each other in memory are read where they are."""
+    """Queries and keys that are adjacent in memory are read in place."""
     packed = random_tensor(6, 7 * 16, seed=0, dtype=torch.float32)
     table = rotary_table(RotaryConfig(), torch.arange(6, device=DEVICE), 16)
 

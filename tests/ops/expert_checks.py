@@ -16,7 +16,9 @@ HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter 
 
 @pytest.mark.parametrize(("tokens", "copies", "width"), [(7, 3, 20), (5, 1, 16), (0, 2, 8)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
-def test_to_rows_and_back_equals_float64(tokens: int, copies: int, width: int, dtype, tolerance: float) -> None:
+def test_dispatch_to_rows_and_combine_equal_float64(
+    tokens: int, copies: int, width: int, dtype, tolerance: float
+) -> None:
     """bf16 sums are fp32 and rounded once: off by 2^-9 of the largest, and so are the rows that they are made of."""
     generator = torch.Generator().manual_seed(0)
     hidden, weights = (
@@ -42,7 +44,7 @@ def test_to_rows_and_back_equals_float64(tokens: int, copies: int, width: int, d
 
 
 @pytest.mark.parametrize("size", [(3, 5), (2, 4097)])
-def test_gradients_are_added_in_the_dtype_of_their_sum(size: tuple[int, ...]) -> None:
+def test_gradients_are_accumulated_in_the_accumulator_dtype(size: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     total, gradient = (torch.randn(size, generator=generator).to(DEVICE) for _ in range(2))
     expected = total + gradient.bfloat16()
@@ -56,7 +58,7 @@ def test_gradients_are_added_in_the_dtype_of_their_sum(size: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize("repeated", [1, 7, 8, 9, 40])  # times that one token occurs
-def test_an_embeddings_gradient_is_added_to_the_rows_of_its_tokens(repeated: int) -> None:
+def test_embedding_gradient_is_added_to_token_rows(repeated: int) -> None:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.cat([torch.randint(50, (30,), generator=generator), torch.full((repeated,), 3)]).to(DEVICE)
     table = torch.randn(50, 520, generator=generator).to(DEVICE, HALF).requires_grad_()
@@ -73,8 +75,8 @@ def test_an_embeddings_gradient_is_added_to_the_rows_of_its_tokens(repeated: int
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(24, 40), (256, 512), (136, 264)])
 @pytest.mark.parametrize("counts", [[3, 0, 64, 130], [0, 0, 0, 65], [128, 64, 1, 0]])
-def test_weight_gradients_of_experts_are_added_in_fp32(counts: list[int], outputs: int, inputs: int) -> None:
-    """Products of half precision are exact in fp32: only sums are rounded. Gradients are columns of a larger tensor.
+def test_expert_weight_gradients_are_accumulated_in_fp32(counts: list[int], outputs: int, inputs: int) -> None:
+    """Half-precision products are exact in fp32: only sums round. Gradients are columns of a larger tensor.
 
     NaN in the rows of one expert reaches that expert alone. Sums that are empty are not read.
     """

@@ -21,7 +21,7 @@ NOT_FINITE = (float("nan"), float("inf"))
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Rows of different sizes with outliers; the second is zero.
+    """Rows of different magnitudes with outliers; the second row is zero.
 
     Triton's interpreter does not round to e4m3 as a GPU does, so there the numbers need no rounding.
     """
@@ -56,15 +56,15 @@ def assert_same(actual: Quantized, expected: Quantized) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(7, 48), (3, 1024), (2, 40000)], ids=str)
-def test_rows(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_row_quantization_equals_torch(shape: tuple[int, int], dtype: torch.dtype) -> None:
     matrix = random(*shape, dtype=dtype)
     if shape[0] > 4:
         matrix[3, 5], matrix[4, 0] = NOT_FINITE
     assert_same(quantize_rows([matrix], backend="triton"), quantize_rows([matrix], backend="torch"))
 
 
-def test_rows_of_parts_with_strides() -> None:
-    """Columns of a wider tensor, beside others; and the largest magnitudes of other ranks."""
+def test_row_quantization_of_strided_slices() -> None:
+    """Columns of a wider tensor, several tensors at once, and the row maxima of other ranks."""
     wide, narrow = random(7, 96), random(7, 32, seed=1)
     parts = [wide[:, 16:64], narrow]
     assert_same(quantize_rows(parts, backend="triton"), quantize_rows(parts, backend="torch"))
@@ -75,7 +75,7 @@ def test_rows_of_parts_with_strides() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(48, 80), (400, 144), (3, 48, 80)], ids=str)
-def test_columns(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_column_quantization_equals_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     matrix = random(*shape, dtype=dtype)
     matrix[..., 3, 5], matrix[..., 4, 0] = NOT_FINITE
     assert_same(quantize_columns([matrix], backend="triton"), quantize_columns([matrix], backend="torch"))
@@ -83,8 +83,8 @@ def test_columns(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert_same(quantize_columns(parts, backend="triton"), quantize_columns(parts, backend="torch"))
 
 
-def test_columns_of_any_numbers_and_rows_share_nothing_with_their_neighbours() -> None:
-    """Sizes that no tile divides, and values that lie between others in memory."""
+def test_quantization_of_odd_sizes_and_strided_values() -> None:
+    """Sizes that no tile divides, and values with others between them in memory."""
     matrix = random(130, 66)
     room = torch.zeros(3, 66, 130, device=DEVICE, dtype=torch.float8_e4m3fn)
     from postlude.ops.kernels import fp8 as kernels
@@ -100,8 +100,8 @@ def test_columns_of_any_numbers_and_rows_share_nothing_with_their_neighbours() -
 @pytest.mark.gpu
 @pytest.mark.parametrize("adjacent", [False, True])
 @pytest.mark.parametrize("tokens", [1, 100, 4096])
-def test_products_equal_those_of_rounded_values(tokens: int, adjacent: bool) -> None:
-    """As the CPU computes them in float64, to half a unit of bf16: outputs, gradients of rows and of weights."""
+def test_products_equal_products_of_rounded_values(tokens: int, adjacent: bool) -> None:
+    """Compared with float64 on the CPU to half a unit of bf16: outputs, gradients of rows and of weights."""
     outs = (256, 64, 64)
     weights = [torch.randn(out, 512).bfloat16() for out in outs]
     rows, upstream = torch.randn(tokens, 512).bfloat16(), [torch.randn(tokens, out).bfloat16() for out in outs]
@@ -126,7 +126,7 @@ def test_products_equal_those_of_rounded_values(tokens: int, adjacent: bool) -> 
 @ON_GPU
 @pytest.mark.gpu
 @pytest.mark.parametrize("bad", NOT_FINITE)
-def test_a_non_finite_number_affects_its_row_alone(bad: float) -> None:
+def test_non_finite_value_affects_only_its_row(bad: float) -> None:
     rows, weight = random(64, 256), torch.randn(128, 256, device="cuda").bfloat16()
     clean = linear_group(rows, [weight], [None], fp8=FP8Scaling())[0]
     rows[7, 30] = bad

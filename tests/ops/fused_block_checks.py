@@ -1,4 +1,4 @@
-"""Blocks as one step of autograd equal the same blocks written out in float64, output and every gradient.
+"""Blocks fused into one autograd function equal the same blocks written out in float64, with every gradient.
 
 Run in a process of their own, through the interpreter or on a GPU: see `kernel_checks`.
 """
@@ -34,14 +34,14 @@ def random_tensor(*shape: int, seed: int) -> Tensor:
 
 
 def layers(layout: str, *widths: int) -> list[Tensor]:
-    """Weights [width, SIZE]; those laid together lie one after the other in memory."""
+    """Returns weights [width, SIZE]; those laid together are adjacent in memory."""
     fused = random_tensor(sum(widths), SIZE, seed=1)
     parts = [part if layout != "apart" else part.clone() for part in fused.split(list(widths))]
     return [part.requires_grad_() for part in parts]
 
 
 def check(step, reference, weights: list[Tensor], layout: str) -> None:
-    """Returns outputs, and the gradients of `hidden` and `weights`, by autograd or where they are summed."""
+    """Returns outputs and the gradients of `hidden` and `weights`, by autograd or accumulated in place."""
     hidden = (random_tensor(sum(LENGTHS), SIZE, seed=0) * SIZE**0.5).requires_grad_()
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, *weights)]
     upstream = random_tensor(*hidden.shape, seed=9)
@@ -70,7 +70,7 @@ def check(step, reference, weights: list[Tensor], layout: str) -> None:
 
 @LAYOUTS
 @pytest.mark.parametrize(("activation", "count"), [("silu", 2), ("relu2", 1)])
-def test_mlp(layout: str, activation: str, count: int) -> None:
+def test_fused_mlp_equals_float64(layout: str, activation: str, count: int) -> None:
     def step(hidden: Tensor, norm: Tensor, down: Tensor, *projections: Tensor) -> Tensor:
         return fused_mlp_block(hidden, Norm(norm, EPS, 1.0), projections, down, activation)
 
@@ -85,7 +85,7 @@ def test_mlp(layout: str, activation: str, count: int) -> None:
 
 @LAYOUTS
 @pytest.mark.parametrize(("normed", "window"), [(True, None), (False, 5)])
-def test_attention(layout: str, normed: bool, window: int | None) -> None:
+def test_fused_attention_equals_float64(layout: str, normed: bool, window: int | None) -> None:
     packing = Packing.from_lengths(LENGTHS, device=DEVICE)
     scores = ScoreConfig(scale=0.3, window=window)
     table = rotary_table(RotaryConfig(), packing.positions(), 16)
@@ -116,7 +116,7 @@ def test_attention(layout: str, normed: bool, window: int | None) -> None:
 
 
 @pytest.mark.parametrize("block", ["mlp", "attention"])
-def test_in_fp8_a_block_equals_its_operations(block: str) -> None:
+def test_fused_fp8_block_equals_separate_operations(block: str) -> None:
     """The same numbers are rounded. Where kernels differ in a last bit a rounding flips, so the whole is compared."""
     packing = Packing.from_lengths(LENGTHS, device=DEVICE)
     scores, table, fp8 = ScoreConfig(scale=0.3), rotary_table(RotaryConfig(), packing.positions(), 16), FP8Scaling()

@@ -31,14 +31,14 @@ def test_kernels_equal_the_recurrence(
     check([tensor.detach().requires_grad_() for tensor in operands], lengths, chunk, FP32, backend="triton")
 
 
-def test_a_state_that_is_forgotten_at_once_disturbs_nothing_after_it() -> None:
+def test_strong_decay_does_not_affect_later_tokens() -> None:
     operands = [tensor.detach() for tensor in inputs(70, 2, 1, 16, 8, seed=3, decay=0.01, device=DEVICE)]
     operands[3][20::40] = -500.0
     check([tensor.requires_grad_() for tensor in operands], [64, 6], 64, FP32, backend="triton")
 
 
-def test_keys_that_are_all_alike_do_not_blow_up() -> None:
-    """Each token replaces what the one before wrote. Powers of A would reach 10^18 here."""
+def test_identical_keys_stay_finite() -> None:
+    """Each token replaces the value written by the one before. Powers of A would reach 10^18 here."""
     operands = [tensor.detach() for tensor in inputs(64, 1, 1, 8, 8, seed=0, decay=1e-5, device=DEVICE)]
     operands[1][:] = operands[1][0]
     operands[4][:] = 0.99
@@ -51,8 +51,8 @@ def test_keys_that_are_all_alike_do_not_blow_up() -> None:
         assert_equal(actual_tensor, expected_tensor, name, 1e-5)
 
 
-def test_parts_of_a_larger_tensor_any_scale_and_vectors_as_they_are() -> None:
-    """As a model has them: query, key and value are slices of one tensor. A gradient may be expanded."""
+def test_strided_inputs_custom_scale_and_unnormalised_vectors() -> None:
+    """As in a model: query, key and value are slices of one tensor. A gradient may be expanded."""
     channels = torch.randn(20, 2, 6 + 6 + 10, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     _, _, _, log_decay, beta = (tensor.detach() for tensor in inputs(20, 4, 2, 6, 5, seed=1, decay=0.1, device=DEVICE))
     leaves = [tensor.requires_grad_() for tensor in (channels / 3, log_decay, beta)]

@@ -34,7 +34,7 @@ def normal(*shape: int, dtype: torch.dtype = HALF, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=["half", "fp32"])
 @pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=["rounded", "unrounded"])
-def test_a_row_of_a_product_has_the_same_bits_in_every_batch_and_tile(dtype, out_dtype) -> None:
+def test_linear_row_is_bit_identical_in_every_batch_and_tile(dtype, out_dtype) -> None:
     count, width, columns = SIZES
     rows, weight, bias = normal(count, width, dtype=dtype), normal(columns, width, dtype=dtype, seed=1), None
     tiles = invariant_linear.HALF_TILES if dtype == HALF else (invariant_linear.FP32_TILE,)
@@ -54,7 +54,7 @@ def test_a_row_of_a_product_has_the_same_bits_in_every_batch_and_tile(dtype, out
     assert torch.equal(product(rows[shuffled]), full_output[shuffled])
 
 
-def test_a_product_has_a_bias_and_takes_strided_rows() -> None:
+def test_linear_with_bias_and_strided_rows() -> None:
     rows, weight, bias = normal(9, 3, 16, dtype=torch.float32)[:, 1], normal(5, 16, dtype=torch.float32), normal(5)
     out = torch.empty(9, 5, device=DEVICE)
     invariant_linear.product(rows, weight, bias, out)
@@ -67,7 +67,7 @@ def packed(heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype) 
     return packing, [normal(packing.total, *shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
 
 
-def whole_sequences(packing: Packing, parts: list[Tensor], scores: ScoreConfig) -> tuple[Tensor, Tensor]:
+def attend_full_sequences(packing: Packing, parts: list[Tensor], scores: ScoreConfig) -> tuple[Tensor, Tensor]:
     step = invariant_attention.ROWS // invariant_attention.packed_heads(parts[0].shape[1] // parts[1].shape[1])
     tiles = attention._table(attention._query_table, packing, packing, scores.window, step)
     return invariant_attention.forward(*parts, scores.sinks, tiles, scores.scale, scores.window, scores.softcap)
@@ -82,10 +82,10 @@ CASES += [("plain", *heads, False) for heads in HEADS]
 
 
 @pytest.mark.parametrize(("name", "heads", "widths", "sinks"), CASES)
-def test_decoding_over_pages_has_the_bits_of_whole_sequences(name: str, heads, widths, sinks: bool) -> None:
+def test_paged_decoding_is_bit_identical_to_full_sequences(name: str, heads, widths, sinks: bool) -> None:
     packing, parts = packed(heads, widths, HALF)
     scores = replace(SCORES[name], sinks=normal(heads[0], seed=5) if sinks else None)
-    full_output, _ = whole_sequences(packing, parts, scores)
+    full_output, _ = attend_full_sequences(packing, parts, scores)
     exact = reference_attention(*(part.float() for part in parts), packing, packing, scores)
     assert_equal(full_output.float(), exact, "attention", tolerance=1e-2)
     for back in (1, 3):  # the last and an earlier token of each sequence
@@ -103,7 +103,7 @@ def test_decoding_over_pages_has_the_bits_of_whole_sequences(name: str, heads, w
 
 
 def pages(packing: Packing, part: Tensor, running: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """The keys before the newest in pages, in any order, with other numbers past the end; and the table."""
+    """Returns pages in random order with the keys before the newest, other values past the end, and the page table."""
     page_count = -(-packing.max_length // PAGE_SIZE)
     store = new_page_store(page_count * (len(running) + 1), part.shape[1], part.shape[2], HALF, torch.device(DEVICE))
     store.copy_(normal(*store.shape, seed=9))
@@ -116,11 +116,11 @@ def pages(packing: Packing, part: Tensor, running: list[tuple[int, int]]) -> tup
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_a_query_has_the_same_bits_in_every_tile(name: str) -> None:
-    """Alone, as decoding a store of rows asks, and among its neighbours."""
+def test_query_is_bit_identical_in_every_tile(name: str) -> None:
+    """Alone, as in decoding from a row cache, and among its neighbours."""
     packing, parts = packed((6, 2), (16, 16), HALF)
     scores = SCORES[name]
-    full_output, _ = whole_sequences(packing, parts, scores)
+    full_output, _ = attend_full_sequences(packing, parts, scores)
     first = torch.arange(packing.total, device=DEVICE)
     starts = packing.cu_seqlens[packing.sequence_index()]
     tiles = torch.stack((first, torch.ones_like(first), starts, packing.positions()), 1).int()
@@ -128,22 +128,22 @@ def test_a_query_has_the_same_bits_in_every_tile(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_the_lse_is_that_of_the_other_forward(name: str) -> None:
-    """So that its backward can be taken."""
+def test_lse_equals_that_of_the_ordinary_forward(name: str) -> None:
+    """The ordinary backward reads it."""
     packing, parts = packed((6, 2), (16, 16), HALF)
     scores = replace(SCORES[name], sinks=normal(6, seed=5))
     numbers = (scores.scale, scores.window, scores.softcap)
     expected = attention.forward(
         *parts, scores.sinks, attention.AttentionCall.of(tuple(parts), packing, packing, *numbers)
     )
-    actual = whole_sequences(packing, parts, scores)
+    actual = attend_full_sequences(packing, parts, scores)
     assert_equal(actual[1], expected[1], "lse", tolerance=1e-4)
     assert_equal(actual[0].float(), expected[0].float(), "output", tolerance=1e-2)
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=["half", "fp32"])
-def test_a_row_of_an_expert_has_the_bits_of_a_product_by_itself(dtype) -> None:
-    """Whatever rows its expert and the others have, none included, and with every tile."""
+def test_grouped_linear_row_is_bit_identical_to_linear(dtype) -> None:
+    """For any number of rows per expert, including none, and with every tile."""
     _, width, columns = SIZES
     counts = torch.tensor((0, 1, 200, 64, 0, 65, 7) if GPU else (0, 1, 33, 0, 7), device=DEVICE)
     rows = normal(int(counts.sum()), width, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Checks of Triton kernels have a process of their own: the interpreter is chosen before triton is first imported."""
+"""Runs checks of Triton kernels in a subprocess, since the interpreter is chosen before triton is first imported."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ VERSIONS = [tuple(int(part) for part in module.__version__.split(".")[:2]) for m
 
 
 def run_checks(name: str, **environment: str) -> None:
-    """Every test of a file beside this one, or of one at a path of its own, with kernels as they are."""
+    """Runs every test of a file in this directory, or at another path, with kernels compiled as usual."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).parent / name)]
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
 def interpret_checks(name: str) -> None:
-    """The same through Triton's interpreter, without a GPU."""
+    """Runs the same through Triton's interpreter, without a GPU."""
     if VERSIONS[0] < (3, 7) and VERSIONS[1] >= (2, 4):
         pytest.skip("Triton's interpreter before 3.7 needs numpy before 2.4")
     run_checks(name, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")

@@ -1,4 +1,4 @@
-"""Checks of the head's kernels that keep logits in 16 bits. `test_linear_logprobs_kernels.py` runs this file."""
+"""Checks of the head kernels that store logits in 16 bits. `test_linear_logprobs_kernels.py` runs this file."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bf16
 
 
-def coded_head(columns: int, *, bias: bool, softcap: bool) -> tuple[Operands, TokenRows, torch.Tensor]:
-    """Half-precision operands of six tokens, what they bring along, and their products in float64."""
+def quantized_head(columns: int, *, bias: bool, softcap: bool) -> tuple[Operands, TokenRows, torch.Tensor]:
+    """Returns half-precision operands of six tokens, the other inputs, and the logits in float64."""
     operands = Operands.random(6, 16, columns + 3, bias=bias, device=DEVICE)
     operands.targets = torch.tensor([0, columns - 1, columns // 2, 1, 2, 3], device=DEVICE)
     operands.hidden = (8 * operands.hidden.detach()).to(HALF)
@@ -40,9 +40,9 @@ HEADS += [(4500, *pair) for pair in (BIAS_AND_SOFTCAP if DEVICE == "cuda" else B
 
 
 @pytest.mark.parametrize(("columns", "bias", "softcap"), HEADS)
-def test_quantized_logits_give_the_gradient(columns: int, bias: bool, softcap: bool) -> None:
-    """Coded to 2⁻¹², then rounded to bf16, to 2⁻⁹ of itself. The state is exact."""
-    operands, rows, products = coded_head(columns, bias=bias, softcap=softcap)
+def test_gradient_from_quantized_logits(columns: int, bias: bool, softcap: bool) -> None:
+    """Quantised to 2⁻¹², then rounded to bf16, a relative error of 2⁻⁹. The softmax state is exact."""
+    operands, rows, products = quantized_head(columns, bias=bias, softcap=softcap)
     shift = None if operands.bias is None else operands.bias.detach().contiguous()
     if shift is not None and columns > 5:
         shift[4] = -torch.inf
@@ -77,8 +77,8 @@ def test_quantized_logits_give_the_gradient(columns: int, bias: bool, softcap: b
         assert (actual[:, 4] == 0).all()
 
 
-def test_quantized_logits_do_not_hide_what_is_not_a_number() -> None:
-    operands, rows, _ = coded_head(300, bias=False, softcap=False)
+def test_quantized_logits_propagate_nan() -> None:
+    operands, rows, _ = quantized_head(300, bias=False, softcap=False)
     operands.hidden[1, 1] = torch.nan
     state = torch.zeros(4, 6, device=DEVICE)
     codes = torch.zeros(6, 320, dtype=HALF, device=DEVICE)[:, :300]
@@ -91,8 +91,10 @@ def test_quantized_logits_do_not_hide_what_is_not_a_number() -> None:
 
 @pytest.mark.parametrize("ignored", [False, True], ids=["all targets", "ignored"])
 @pytest.mark.parametrize("memory_budget", [None, 4000], ids=["one slab", "slabs"])
-def test_objective_of_coded_logits(memory_budget: int | None, ignored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole of `linear_objective`, as a GPU runs it: a few slabs, whose sum is rounded once each."""
+def test_objective_from_quantized_logits(
+    memory_budget: int | None, ignored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of `linear_objective`, as a GPU runs it: a few slabs, each rounded once when it is added."""
     monkeypatch.setattr(resolved_call, "operand_dtype", lambda dtype, _: dtype)
     operands = Operands.random(9, 16, 301, device=DEVICE)
     operands.targets[4] = -100 if ignored else 300

@@ -32,7 +32,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def paged(wholes: list[Tensor], heads: int, width: int, seed: int = 3) -> tuple[Tensor, Tensor]:
-    """Keys of sequences, [length, heads, width] each, in pages of a store in any order, and the table."""
+    """Stores keys [length, heads, width] of sequences in randomly ordered pages. Returns store and page table."""
     store = new_page_store(16, heads, width, torch.float32, torch.device(DEVICE))
     store.copy_(normal(*store.shape, seed=9))  # what lies past an end is not zero
     order = torch.randperm(16, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -82,7 +82,7 @@ def test_pages_equal_packed_attention(backend, name: str, heads, widths, sinks: 
 
 
 @pytest.mark.parametrize("rows", [1, 5, 150])
-def test_any_number_of_splits_gives_the_same(rows: int) -> None:
+def test_number_of_splits_does_not_change_the_result(rows: int) -> None:
     lengths = torch.tensor([(37 * row) % (3 * PAGE_SIZE + 1) for row in range(rows)], device=DEVICE)
     lengths[0] = 3 * PAGE_SIZE
     keys, values = (new_page_store(3 * rows, 2, 16, torch.float32, torch.device(DEVICE)) for _ in range(2))
@@ -126,7 +126,7 @@ def grouped(groups, heads: int, width: int) -> tuple[Tensor, Tensor, Tensor, lis
     return store, table.to(DEVICE), torch.tensor(lengths, device=DEVICE), wholes, pages
 
 
-def shared_of(pages: dict[int, list[int]]) -> SharedPages:
+def shared_pages_of(pages: dict[int, list[int]]) -> SharedPages:
     shared = SharedPages.of(len(pages), shared_tiles(pages))
     return SharedPages(shared.tiles.to(DEVICE), shared.pages.to(DEVICE))
 
@@ -137,7 +137,7 @@ def shared_of(pages: dict[int, list[int]]) -> SharedPages:
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_shared_pages_equal_attention_of_each_row(backend, groups, name: str, heads, widths, sinks: bool) -> None:
-    """In float64. Groups have rows of any lengths, and some have ended or are alone."""
+    """In float64. Groups have rows of different lengths; some have finished or have one row."""
     if (groups == "more than a tile" and (name != "plain" or sinks or heads != (2, 2))) or (
         groups == "first has ended" and (sinks or heads == (2, 2))
     ):
@@ -150,7 +150,7 @@ def test_shared_pages_equal_attention_of_each_row(backend, groups, name: str, he
     key, value = normal(rows, heads[1], widths[0], seed=4), normal(rows, heads[1], widths[1], seed=5)
     running = lengths.nonzero()[:, 0].tolist()
     actual = attend_pages(
-        query, key, value, keys, values, table, lengths, scores, shared=shared_of(pages), backend=backend
+        query, key, value, keys, values, table, lengths, scores, shared=shared_pages_of(pages), backend=backend
     )
     packed = [
         torch.cat([torch.cat((wholes[row], new[row : row + 1])) for row in running]).double()
@@ -164,13 +164,13 @@ def test_shared_pages_equal_attention_of_each_row(backend, groups, name: str, he
     assert actual.isfinite().all()
 
 
-def test_shared_pages_are_read_from_the_first_row_of_a_tile() -> None:
-    """So they are read once: another row's table is not looked at there."""
+def test_shared_pages_are_read_once_per_tile() -> None:
+    """The kernel reads the page table of the tile's first row only."""
     groups = GROUPS["uneven"]
     keys, table, lengths, _, pages = grouped(groups, 2, 16)
     values, *_ = grouped(groups, 2, 16)
     inputs = normal(len(table), 4, 16), normal(len(table), 2, 16, seed=3), normal(len(table), 2, 16, seed=4)
-    shared, wrong = shared_of(pages), table.clone()
+    shared, wrong = shared_pages_of(pages), table.clone()
     for tile in shared.tiles.tolist():
         for row in tile[1:]:
             if row >= 0:
@@ -198,8 +198,8 @@ def test_shared_pages_are_read_from_the_first_row_of_a_tile() -> None:
 @pytest.mark.parametrize(("heads", "tokens_per_row"), [((6, 2), 2), ((32, 1), 2), ((2, 2), 3)])
 @pytest.mark.parametrize("name", SCORES)
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_several_tokens_of_a_row_equal_one_after_the_other(backend, name, heads, tokens_per_row, shared, fp8) -> None:
-    """Across the border of a page, with idle rows, and with a sequence of these tokens alone."""
+def test_several_tokens_per_row_equal_one_at_a_time(backend, name, heads, tokens_per_row, shared, fp8) -> None:
+    """Across a page border, with idle rows, and with a sequence of these tokens only."""
     if heads != (6, 2) and (name not in ("plain", "window of one") or not shared):
         pytest.skip("the others have this score")
     groups = ((2, (131, 0, 192)), (1, (PAGE_SIZE + tokens_per_row, 129)), (0, (tokens_per_row,)))
@@ -228,7 +228,7 @@ def test_several_tokens_of_a_row_equal_one_after_the_other(backend, name, heads,
             attend_pages(*new, *one_by_one[:2], table, before, scores, exponents=its_exponents, backend="torch")
         )
     expected = torch.stack(outputs, 1)
-    by_row = shared_of(pages) if shared else None
+    by_row = shared_pages_of(pages) if shared else None
     actual = attend_pages(
         *(query, key, value, keys, values, table, lengths, scores), exponents=exponents, shared=by_row, backend=backend
     )
@@ -238,7 +238,7 @@ def test_several_tokens_of_a_row_equal_one_after_the_other(backend, name, heads,
         assert torch.equal(store.view(torch.int8), expected_store.view(torch.int8))
 
 
-def test_heads_that_no_tile_has_room_for_are_refused() -> None:
+def test_heads_too_large_for_a_tile_are_refused() -> None:
     wide = paged_attention.MAX_HEAD_DIM + 1
     store = new_page_store(1, 1, wide, torch.float32, torch.device(DEVICE))
     table, lengths = (
@@ -259,7 +259,7 @@ def fp8_stores(wholes: list[Tensor], heads: int, width: int) -> tuple[Tensor, Te
 
 
 def outliers(length: int, heads: int, width: int, seed: int) -> Tensor:
-    """Heads of which every fifth token is 1,000 times as large, every seventh 1,000 times as small."""
+    """Heads of which every fifth token is 1,000 times as large and every seventh 1,000 times as small."""
     sequence = normal(length, heads, width, seed=seed)
     tokens = torch.arange(length, device=DEVICE)
     return sequence * torch.where(tokens % 5 == 3, 1e3, torch.where(tokens % 7 == 4, 1e-3, 1.0))[:, None, None]
@@ -269,8 +269,8 @@ def outliers(length: int, heads: int, width: int, seed: int) -> Tensor:
 @pytest.mark.parametrize(("heads", "widths"), [((6, 2), (16, 10)), ((3, 1), (24, 24))])
 @pytest.mark.parametrize("name", SCORES)
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_fp8_pages_equal_packed_attention_in_float64_to_rounded_heads(backend, name, heads, widths, sinks) -> None:
-    """Values have outlier tokens, and keys too where the softmax does not then see one key alone."""
+def test_fp8_pages_equal_float64_attention_over_rounded_heads(backend, name, heads, widths, sinks) -> None:
+    """Values have outlier tokens, and so do keys where the softmax would not then see one key only."""
     wholes = [
         [normal(length, heads[1], widths[0], seed=length) for length in LENGTHS],
         [outliers(length, heads[1], widths[1], seed=length) for length in LENGTHS],
@@ -307,7 +307,7 @@ def test_fp8_pages_equal_packed_attention_in_float64_to_rounded_heads(backend, n
 
 
 @pytest.mark.parametrize("factor", [1.0, 1e-4, 3e4])
-def test_fp8_heads_are_within_a_sixteenth(factor: float) -> None:
+def test_fp8_error_is_below_one_sixteenth(factor: float) -> None:
     """e4m3 has three bits: a value is off by 2**-4 of itself at most, and by 2**-10 of 448 where it is tiny."""
     heads = outliers(70, 3, 64, seed=5) * factor
     quantized, exponents = quantize_heads(heads)
@@ -319,7 +319,7 @@ def test_fp8_heads_are_within_a_sixteenth(factor: float) -> None:
     assert torch.equal(round_heads(rounded), rounded)
 
 
-def test_fp8_of_zero_and_of_numbers_that_are_not_finite() -> None:
+def test_fp8_of_zero_and_non_finite_values() -> None:
     heads = torch.zeros(3, 1, 16, device=DEVICE)
     heads[1, 0, 3], heads[2, 0, 5] = float("nan"), float("inf")
     rounded = round_heads(heads)

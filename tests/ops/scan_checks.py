@@ -31,14 +31,14 @@ def test_scan_equals_the_recurrence(lengths, chunk: int, shape) -> None:
     test_ssd.assert_alike(operands, lengths, chunk, backend="triton")
 
 
-def test_scan_stays_exact_where_decays_are_extreme() -> None:
+def test_scan_is_accurate_for_extreme_decays() -> None:
     operands = [tensor.detach() for tensor in test_ssd.inputs(60, heads=2, seed=3, device=DEVICE)]
     operands[1][::9] *= 1e5
     test_ssd.assert_alike([tensor.requires_grad_() for tensor in operands], (40, 20), chunk=64, backend="triton")
 
 
-def test_scan_of_parts_of_a_larger_tensor_and_without_d() -> None:
-    """As a model has them: x, B and C are slices of what the convolution gave, and a gradient may be expanded."""
+def test_scan_of_strided_inputs_and_without_d() -> None:
+    """As in a model: x, B and C are slices of the convolution's output, and a gradient may be expanded."""
     channels = torch.randn(40, 2 * 3 + 5 + 5, generator=torch.Generator().manual_seed(0)).to(DEVICE).requires_grad_()
     _, dt, A, *_ = (tensor.detach() for tensor in test_ssd.inputs(40, heads=2, device=DEVICE))
 
@@ -63,14 +63,14 @@ def test_convolution_equals_a_loop(width: int, bias: bool, silu: bool) -> None:
 
 @pytest.mark.parametrize("run", [1, 2, 6, 24])
 @pytest.mark.parametrize("width", [1, 2, 4, 7])
-def test_convolution_in_runs_that_end_anywhere(monkeypatch: pytest.MonkeyPatch, width: int, run: int) -> None:
+def test_convolution_backward_in_chunks_of_any_length(monkeypatch: pytest.MonkeyPatch, width: int, run: int) -> None:
     monkeypatch.setattr("postlude.ops.kernels.convolution.BACKWARD_TOKENS", run)
     inputs = [tensor.detach().requires_grad_() for tensor in test_convolution.tensors(width, device=DEVICE)]
     packing = Packing.from_lengths(test_convolution.LENGTHS, DEVICE)
     test_convolution.assert_alike(inputs, packing, True, 1e-6, backend="triton")
 
 
-def test_convolution_of_parts_of_a_larger_tensor() -> None:
+def test_convolution_of_strided_inputs() -> None:
     wide = torch.randn(25, 20, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     _, kernel, bias = (tensor.detach() for tensor in test_convolution.tensors(2, device=DEVICE))
     packing = Packing.from_lengths(test_convolution.LENGTHS, DEVICE)
@@ -78,7 +78,7 @@ def test_convolution_of_parts_of_a_larger_tensor() -> None:
     test_convolution.assert_alike(inputs, packing, True, 1e-6, backend="triton")
 
 
-def test_a_sequence_does_not_see_another_even_if_that_is_not_finite() -> None:
+def test_sequences_are_isolated_even_from_non_finite_values() -> None:
     inputs, kernel, bias = (tensor.detach() for tensor in test_convolution.tensors(4, device=DEVICE))
     packing = Packing.from_lengths(test_convolution.LENGTHS, DEVICE)
 

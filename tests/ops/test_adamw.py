@@ -1,4 +1,4 @@
-"""A step on numbers that are stored narrow: as AdamW in fp32, exactly where that is promised, else on average."""
+"""AdamW with narrow state equals fp32 AdamW: exactly where that is promised, otherwise on average."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-def start(weight: Tensor, *, weights: str = "fp32", moments: str = "fp32") -> dict[str, Any]:
-    """A tensor before its first step."""
+def initial_state(weight: Tensor, *, weights: str = "fp32", moments: str = "fp32") -> dict[str, Any]:
+    """Returns a tensor's state before its first step."""
     eight = moments == "8bit"
     return {
         "weight": weight.clone() if weights == "fp32" else weight.bfloat16(),
@@ -55,9 +55,9 @@ def tensors(state: dict[str, Any]) -> list[Tensor]:
     return state_tensors
 
 
-def test_in_fp32_it_is_torchs_adamw() -> None:
+def test_fp32_step_equals_torch_adamw() -> None:
     parameter = torch.nn.Parameter(normal(7, 65))
-    state = start(parameter.detach())
+    state = initial_state(parameter.detach())
     optimizer = torch.optim.AdamW([parameter], lr=RATES.lr, betas=RATES.betas, eps=RATES.eps, weight_decay=RATES.decay)
     gradients = [normal(7, 65, seed=seed) for seed in range(1, 6)]
     for gradient in gradients:
@@ -68,10 +68,10 @@ def test_in_fp32_it_is_torchs_adamw() -> None:
     torch.testing.assert_close(state["second"], optimizer.state[parameter]["exp_avg_sq"], rtol=1e-6, atol=0.0)
 
 
-def test_two_halves_are_the_fp32_number_to_the_bit() -> None:
+def test_split_weights_store_fp32_bit_exactly() -> None:
     weight = normal(5, 130).bfloat16().float()  # as both start
     gradients = [normal(5, 130, seed=seed) for seed in range(1, 9)]
-    wide, split = run(start(weight), gradients), run(start(weight, weights="split"), gradients)
+    wide, split = run(initial_state(weight), gradients), run(initial_state(weight, weights="split"), gradients)
     assert torch.equal(join_halves(split["weight"], split["low"]), wide["weight"])
     values = torch.cat([normal(1000), torch.tensor([0.0, -0.0, 1.0, 1e-40, -3e38], device=DEVICE)])
     high, low = split_halves(values)
@@ -80,7 +80,7 @@ def test_two_halves_are_the_fp32_number_to_the_bit() -> None:
 
 
 def mean_of(function: Any, values: Tensor, count: int = 400) -> Tensor:
-    """Returns the mean of many results of a function that rounds at random."""
+    """Returns the mean of many results of a stochastically rounding function."""
     index = torch.arange(values.numel(), device=DEVICE).view(values.shape)
     total = torch.zeros_like(values, dtype=torch.float64)
     for step in range(count):
@@ -88,7 +88,7 @@ def mean_of(function: Any, values: Tensor, count: int = 400) -> Tensor:
     return total / count
 
 
-def test_weights_rounded_at_random_are_right_on_average() -> None:
+def test_stochastic_rounding_is_unbiased() -> None:
     values = normal(40, 70)
     mean = mean_of(lambda values, drawn: adamw_storage.round_randomly(values, drawn[0]).double(), values)
     rounding = (adamw_storage.split_halves(values)[0].double() - values).abs().mean()
@@ -96,8 +96,8 @@ def test_weights_rounded_at_random_are_right_on_average() -> None:
     assert (mean - values).mean().abs() < 0.005 * rounding
 
 
-def test_a_step_below_half_of_the_last_bit_moves_weights_on_average() -> None:
-    state = start(torch.ones(64, 64, device=DEVICE), weights="rounded")
+def test_steps_below_half_a_bit_move_weights_on_average() -> None:
+    state = initial_state(torch.ones(64, 64, device=DEVICE), weights="rounded")
     rates = AdamWHyperparameters(lr=2.0**-12, betas=(0.0, 0.0), eps=1e-30, decay=0.0)  # bf16 below 1 has steps of 2^-8
     for number in range(1, 65):
         correction = bias_corrections(torch.tensor([float(number)], device=DEVICE), rates)[0]
@@ -113,7 +113,7 @@ def test_a_step_below_half_of_the_last_bit_moves_weights_on_average() -> None:
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_eight_bits_are_within_a_level_and_right_on_average(signed: bool) -> None:
+def test_8_bit_state_error_is_bounded_and_unbiased(signed: bool) -> None:
     values = normal(20, 150) * torch.exp2(2 * normal(20, 150, seed=1))
     values = values if signed else values.square()
     narrow = adamw_storage.quantize_first if signed else adamw_storage.quantize_second
@@ -132,7 +132,7 @@ def test_eight_bits_are_within_a_level_and_right_on_average(signed: bool) -> Non
     assert off.mean().abs() < 2e-4
 
 
-def test_the_denominator_of_a_step_is_never_rounded_to_zero() -> None:
+def test_second_moment_is_never_rounded_to_zero() -> None:
     values = torch.full((1, 70), 1e-30, device=DEVICE)
     values[0, 0] = 1.0
     values[0, 1] = 0.0
@@ -155,14 +155,14 @@ CUTS: dict[str, tuple[tuple[int, ...], tuple[slice, ...]]] = {
 
 @pytest.mark.parametrize("weights", ["rounded", "split"])
 @pytest.mark.parametrize("cut", CUTS)
-def test_a_part_is_moved_as_in_the_whole(cut: str, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit: blocks and random numbers are those of the whole, in however many goes it is looked at."""
+def test_shard_update_equals_full_tensor_update(cut: str, weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit: blocks and random numbers are those of the full tensor, in any number of pieces."""
     shape, region = CUTS[cut]
     weight, gradients = normal(*shape), [normal(*shape, seed=seed) for seed in (1, 2, 3)]
     options = {"weights": weights, "moments": "8bit"}
-    full_state = run(start(weight, **options), gradients, seed=5)
+    full_state = run(initial_state(weight, **options), gradients, seed=5)
     monkeypatch.setattr("postlude.ops.adamw.ROWS_AT_ONCE", 250)
-    part = start(weight[region].contiguous(), **options)
+    part = initial_state(weight[region].contiguous(), **options)
     run(part, [gradient[region].contiguous() for gradient in gradients], seed=5, bounds=TensorSlice.of(region, shape))
     blocks = (*region[:-1], slice(region[-1].start // BLOCK, -(-region[-1].stop // BLOCK)))
     for part_tensor, full_tensor in zip(tensors(part), tensors(full_state), strict=True):
@@ -171,11 +171,11 @@ def test_a_part_is_moved_as_in_the_whole(cut: str, weights: str, monkeypatch: py
 
 @pytest.mark.parametrize("moments", ["fp32", "8bit"])
 @pytest.mark.parametrize("weights", ["fp32", "split", "rounded"])
-def test_gradients_are_scaled_and_a_step_that_is_not_finite_changes_nothing(weights: str, moments: str) -> None:
+def test_gradients_are_scaled_and_non_finite_step_changes_nothing(weights: str, moments: str) -> None:
     weight, gradient = normal(3, 70), normal(3, 70, seed=1)
     options = {"weights": weights, "moments": moments}
-    scaled = run(start(weight, **options), [4 * gradient], scale=torch.tensor([0.25, 1.0], device=DEVICE))
-    plain = run(start(weight, **options), [gradient])
+    scaled = run(initial_state(weight, **options), [4 * gradient], scale=torch.tensor([0.25, 1.0], device=DEVICE))
+    plain = run(initial_state(weight, **options), [gradient])
     assert all(map(torch.equal, tensors(scaled), tensors(plain)))
     before = [tensor.clone() for tensor in tensors(plain)]
     run(plain, [gradient * torch.nan], scale=torch.tensor([torch.nan, 0.0], device=DEVICE))
@@ -183,9 +183,9 @@ def test_gradients_are_scaled_and_a_step_that_is_not_finite_changes_nothing(weig
 
 
 @pytest.mark.thorough  # thousands of steps
-def test_average_of_eight_bits_follows_a_slow_change() -> None:
-    """Each change of the second moment is far below a level, and it still comes to where it should."""
-    state = start(torch.zeros(16, 64).to(DEVICE), moments="8bit")
+def test_8_bit_second_moment_follows_slow_changes() -> None:
+    """Each change of the second moment is far below one level, and it still converges."""
+    state = initial_state(torch.zeros(16, 64).to(DEVICE), moments="8bit")
     rates = AdamWHyperparameters(lr=0.0, betas=(0.9, 0.999), eps=1e-8, decay=0.0)
     gradient = torch.full((16, 64), 3.0, device=DEVICE)
     gradient[:, 0] = 30.0  # the scale of each block

@@ -1,4 +1,4 @@
-"""Layers with adapters as one product each equal the formula, in the forward and in every gradient."""
+"""Linear groups with adapters equal the formula, in the forward and in every gradient."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Layers:
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_outputs_and_gradients_equal_the_formula(joins: tuple[bool, bool] | None, deferred: bool, bias: bool) -> None:
-    """With `joins`, as on CUDA: adjacent weights are one GEMM in the backward, and in the forward."""
+    """With `joins`, as on CUDA, adjacent weights are one GEMM in forward and backward."""
     expected, layers = Layers(bias=bias), Layers(bias=bias)
     queue: DeferredWgrads | None = [] if deferred else None
     with defer_wgrad(queue):
@@ -72,8 +72,8 @@ def test_outputs_and_gradients_equal_the_formula(joins: tuple[bool, bool] | None
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recompute_changes_nothing(recompute: Recompute) -> None:
-    """Selective recompute keeps the outputs, so no product of a layer is made again."""
+def test_recompute_changes_no_result(recompute: Recompute) -> None:
+    """Selective recompute keeps the outputs, so no layer's product is recomputed."""
     expected, layers = Layers(bias=True), Layers(bias=True)
     expected_gradients = expected.gradients(expected.adapted(expected.rows))
     with AdaptedLinearCount() as count:

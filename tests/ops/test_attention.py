@@ -47,7 +47,7 @@ def dense(query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Pac
 
 
 def assert_alike(implementation, reference, inputs, queries, keys, scores, tolerance=TOLERANCE) -> None:
-    """Values and gradients equal those of the reference in float64. A fourth input is the sinks."""
+    """Asserts that values and gradients equal those of the reference in float64. A fourth input is the sinks."""
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     actual, expected = (
         attention(*operands[:3], queries, keys, replace(scores, sinks=operands[3] if len(operands) > 3 else None))
@@ -95,7 +95,7 @@ def test_sinks_and_values_of_another_width_equal_dense_float64(part, value_width
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("softcap", [None, 1.5])
-def test_parts_equal_the_same_rows_of_the_whole(window, softcap) -> None:
+def test_query_slices_equal_rows_of_full_attention(window, softcap) -> None:
     keys, queries = Packing.from_lengths(LENGTHS), Packing.from_lengths(PARTS)
     query, key, value, _ = tensors(6, 2, 8, dtype=torch.float64)
     rows = torch.cat([torch.arange(stop - part, stop) for part, (_, stop) in zip(PARTS, keys.slices(), strict=True)])
@@ -138,7 +138,7 @@ def test_gradients_of_empty_inputs_are_zeros_rather_than_none(implementation) ->
         ),
     ],
 )
-def test_queries_without_their_keys_are_refused(implementation, queries, keys, sentence) -> None:
+def test_queries_that_do_not_match_the_keys_are_refused(implementation, queries, keys, sentence) -> None:
     inputs = tensors(2, 2, 8, queries, keys)[:3]
     with pytest.raises(ValueError) as error:  # noqa: PT011
         implementation(*inputs, Packing.from_lengths(queries), Packing.from_lengths(keys), ScoreConfig(scale=1.0))
@@ -152,8 +152,8 @@ def test_varlen_refuses_softcap() -> None:
 
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
-def test_this_torch_has_the_private_operators_of_flash_attention(sinks: bool) -> None:
-    """Forward and backward on the meta device, where shapes alone are computed: their names and arguments are there."""
+def test_private_flash_attention_operators_exist(sinks: bool) -> None:
+    """Runs forward and backward on the meta device, which checks their names and arguments."""
     packing = Packing.from_lengths(LENGTHS)
     packing = replace(packing, cu_seqlens=packing.cu_seqlens.to("meta"))
     inputs = [tensor.detach().requires_grad_() for tensor in tensors(6, 2, 12, device="meta", dtype=torch.bfloat16)]
@@ -183,7 +183,7 @@ def on_cuda(widths, sinks, part, lengths, heads: int, kv_heads: int) -> list[Ten
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("widths", [(64, 64), (192, 128), (20, 36)])
 def test_varlen_equals_the_reference_on_cuda(widths, sinks, part, heads: int, kv_heads: int, window) -> None:
-    """bf16 against float64 on the same bf16 inputs: 1e-2 of the scale, what bf16 outputs and gradients can hold."""
+    """bf16 against float64 on the same bf16 inputs: 1e-2 of the scale is the precision of bf16 results."""
     lengths = (130, 1, 517, 64)
     queries, keys = (Packing.from_lengths(packed_lengths, device="cuda") for packed_lengths in (part, lengths))
     inputs = on_cuda(widths, sinks, part, lengths, heads, kv_heads)
@@ -194,7 +194,7 @@ def test_varlen_equals_the_reference_on_cuda(widths, sinks, part, heads: int, kv
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("widths", [(64, 64), (192, 128), (20, 36)])
-def test_attend_takes_kernels_that_compute_exactly_this(widths) -> None:
+def test_attend_equals_dense_on_cuda(widths) -> None:
     lengths = (130, 1, 517, 64)
     packing = Packing.from_lengths(lengths, device="cuda")
     inputs = on_cuda(widths, False, lengths, lengths, 8, 2)
@@ -203,7 +203,7 @@ def test_attend_takes_kernels_that_compute_exactly_this(widths) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("widths", [(576, 512), (64, 300)])
-def test_heads_too_wide_for_flash_are_attended_to_all_the_same(widths) -> None:
+def test_attend_with_heads_too_wide_for_flash_equals_dense(widths) -> None:
     lengths = (130, 1, 517, 64)
     packing = Packing.from_lengths(lengths, device="cuda")
     inputs = tensors(8, 1, widths[0], lengths, lengths, value_width=widths[1], device="cuda", dtype=torch.bfloat16)
@@ -212,7 +212,7 @@ def test_heads_too_wide_for_flash_are_attended_to_all_the_same(widths) -> None:
 
 
 @pytest.mark.gpu
-def test_on_cuda_of_nothing_the_gradients_are_zeros() -> None:
+def test_gradients_of_empty_inputs_are_zeros_on_cuda() -> None:
     none = Packing.from_lengths((), device="cuda")
     inputs = tensors(4, 2, 64, (), (), device="cuda", dtype=torch.bfloat16)
     output = attend(*inputs[:3], none, none, ScoreConfig(scale=1.0, sinks=inputs[3]))

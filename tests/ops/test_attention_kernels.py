@@ -1,4 +1,4 @@
-"""Triton's attention: its checks through the interpreter without a GPU, and with one the sizes that models have."""
+"""Triton attention: checks in the interpreter without a GPU; on a GPU also at model sizes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_kernels() -> None:
     ],
 )
 def test_equals_dense_float64(heads, kv_heads, widths, part, window, softcap, sinks) -> None:
-    """With the tiles of real use, bf16: 1e-2 of the scale is what outputs and gradients can hold.
+    """With production tiles in bf16: 1e-2 of the scale is the precision of outputs and gradients.
 
     And what is computed again is the same to the bit: there are no atomics.
     """

@@ -1,4 +1,4 @@
-"""The batch-invariant kernels: their checks in Triton's interpreter where there is no GPU, and on a GPU."""
+"""The batch-invariant kernels: checks in Triton's interpreter without a GPU, and on a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_kernels() -> None:
     run_checks(CHECKS)
 
 
-def test_the_mode_ends_with_its_block_and_goes_with_a_bound_function() -> None:
+def test_mode_ends_with_its_context_and_is_kept_by_bound_functions() -> None:
     assert not is_batch_invariant()
     with batch_invariant(True):
         bound = bind_batch_invariant(is_batch_invariant)
@@ -37,7 +37,7 @@ def test_the_mode_ends_with_its_block_and_goes_with_a_bound_function() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_without_a_gpu_a_row_of_a_product_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
+def test_linear_row_is_bit_identical_in_every_batch_on_cpu(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     rows, weight = (torch.randn(size, 33, generator=generator).to(dtype) for size in (65, 70))
     with batch_invariant(True):
@@ -49,7 +49,7 @@ def test_without_a_gpu_a_row_of_a_product_has_the_same_bits_in_every_batch(dtype
     )
 
 
-def test_the_gradients_of_the_mode_are_the_ordinary_ones() -> None:
+def test_gradients_equal_those_without_the_mode() -> None:
     generator = torch.Generator().manual_seed(0)
     packing = Packing.from_lengths([5, 1, 9])
     rows, weight, bias, *parts = (
@@ -71,7 +71,7 @@ def test_the_gradients_of_the_mode_are_the_ordinary_ones() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [64, 128, 256])
-def test_gradients_of_attention_in_bf16_are_the_ordinary_ones(width: int) -> None:
+def test_bf16_attention_gradients_equal_those_without_the_mode(width: int) -> None:
     """bf16 keeps 8 bits: 2e-2 of the scale."""
     packing = Packing.from_lengths([300, 1, 777], "cuda")
     generator = torch.Generator("cuda").manual_seed(0)

@@ -1,4 +1,4 @@
-"""Block-scaled FP8: its checks through Triton's interpreter where there is no GPU."""
+"""Block-scaled FP8: checks in Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ CHECKS = "block_fp8_checks.py"
 
 def test_layers_without_kernels() -> None:
     """The checks that need no interpreter, on any machine."""
-    block_fp8_checks.test_a_weight_is_within_a_sixteenth_of_itself()
+    block_fp8_checks.test_fp8_weight_error_is_below_one_sixteenth()
     block_fp8_checks.test_adapters_and_biases_are_added_in_their_own_dtype()
-    block_fp8_checks.test_layers_of_decoding_take_fp8_weights()
+    block_fp8_checks.test_decode_layers_with_fp8_weights_equal_their_parts()
     for case in ("plain", "norm", "residual"):
         block_fp8_checks.check_product("torch", 16, case)
 

@@ -1,4 +1,4 @@
-"""`backend="auto"` runs where Triton's kernels cannot: each reason is said once, and an asked-for Triton is refused."""
+"""`backend="auto"` falls back where Triton kernels cannot run, with one warning; `backend="triton"` is refused."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ GPU = torch.device("cuda", 0)
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
-def missing(patch: pytest.MonkeyPatch) -> None:
+def triton_missing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(importlib.util, "find_spec", lambda name: None)
 
 
-def old(patch: pytest.MonkeyPatch) -> None:
+def triton_too_old(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(backend, "version_of", lambda package: "3.1.0")
 
 
-def broken(patch: pytest.MonkeyPatch) -> None:
+def triton_import_error(patch: pytest.MonkeyPatch) -> None:
     def version_of(package: str) -> str:
         raise RuntimeError("libtriton.so: undefined symbol: _ZN4llvm\nand a page more")
 
     patch.setattr(backend, "version_of", version_of)
 
 
-def half_broken(patch: pytest.MonkeyPatch) -> None:
-    """Its first file can be imported, and what kernels are written in cannot."""
+def triton_language_import_error(patch: pytest.MonkeyPatch) -> None:
+    """triton can be imported, but triton.language cannot."""
     import_module = importlib.import_module
 
     def imported(name: str) -> Any:
@@ -44,27 +44,27 @@ def half_broken(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(importlib, "import_module", imported)
 
 
-def old_gpu(patch: pytest.MonkeyPatch) -> None:
+def gpu_too_old(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(backend, "gpu_of", lambda device: backend.GPU("Tesla T4", (7, 5), 64 * backend.KIB))
 
 
-def amd(patch: pytest.MonkeyPatch) -> None:
+def amd_gpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.version, "hip", "7.0")
 
 
 CASES: dict[Patch, str] = {
-    missing: "triton is not installed",
-    old: "triton 3.1.0 is older than 3.6",
-    broken: r"triton cannot be imported (RuntimeError: libtriton.so: undefined symbol: _ZN4llvm)",
-    half_broken: "triton cannot be imported (AttributeError: module 'ast' has no attribute 'Num')",
-    old_gpu: "Tesla T4 is older than compute capability 8.0",
-    amd: "this torch is built for AMD GPUs, on which Postlude was never run",
+    triton_missing: "triton is not installed",
+    triton_too_old: "triton 3.1.0 is older than 3.6",
+    triton_import_error: r"triton cannot be imported (RuntimeError: libtriton.so: undefined symbol: _ZN4llvm)",
+    triton_language_import_error: "triton cannot be imported (AttributeError: module 'ast' has no attribute 'Num')",
+    gpu_too_old: "Tesla T4 is older than compute capability 8.0",
+    amd_gpu: "this torch is built for AMD GPUs, on which Postlude was never run",
 }
 
 
 @pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
-    """Nothing is known, or said, from before."""
+def clear_cached_reasons() -> Iterator[None]:
+    """Clears cached reasons and logged warnings."""
     messages = (
         *(backend.why_no_triton, backend.why_unmeasured, backend._log_once, backend._warn_once),
         resolved_call._warn_of_promotion,
@@ -80,7 +80,7 @@ def forgotten() -> Iterator[None]:
 def test_auto_falls_back_to_torch_with_one_warning(
     case: Patch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if case is not missing:
+    if case is not triton_missing:
         pytest.importorskip("triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     case(monkeypatch)
@@ -98,7 +98,7 @@ def test_auto_falls_back_to_torch_with_one_warning(
 
 
 @pytest.mark.parametrize("name", backend.GPUS)
-def test_a_triton_and_a_gpu_that_are_new_enough_are_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_uses_triton_on_supported_gpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(backend, "gpu_of", lambda device: backend.GPUS[name])
     assert backend.use_kernel("rms_norm", "auto", GPU, torch.bfloat16)
@@ -106,7 +106,7 @@ def test_a_triton_and_a_gpu_that_are_new_enough_are_taken(name: str, monkeypatch
 
 
 @pytest.mark.parametrize("name", [name for name, kernel in backend.KERNELS.items() if kernel.measured])
-def test_a_kernel_is_taken_by_itself_only_where_it_was_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_uses_measured_kernels_only_on_measured_gpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "version_of", lambda package: "3.6.0")
     assert backend.why_unmeasured(name, backend.GPUS["H200"]) is None
     reason = backend.why_unmeasured(name, backend.GPUS["B200"])
@@ -117,13 +117,13 @@ def test_a_kernel_is_taken_by_itself_only_where_it_was_measured(name: str, monke
     assert backend.why_unmeasured(name, backend.GPUS["B200"]) is None
 
 
-def test_a_kernel_that_cannot_run_is_not_tried_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_kernel_is_not_tried_with_try_unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POSTLUDE_TRY_UNMEASURED", "1")
     reason = backend.why_unmeasured("linear_logprobs_fused", backend.GPUS["A100"])
     assert reason == "its kernels need compute capability 9.0, and A100 has 8.0"
 
 
-def test_the_gated_delta_kernels_are_taken_with_the_triton_they_were_measured_with(
+def test_gated_delta_kernels_need_the_measured_triton_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(backend, "version_of", lambda package: "3.7.1")
@@ -131,7 +131,7 @@ def test_the_gated_delta_kernels_are_taken_with_the_triton_they_were_measured_wi
     assert reason == "its kernels were measured with triton 3.6, and this is 3.7.1"
 
 
-def test_a_gpu_without_its_kernel_is_warned_of_once_with_the_cost(
+def test_fallback_on_a_gpu_warns_once_with_the_cost(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("triton")
@@ -148,10 +148,8 @@ def test_a_gpu_without_its_kernel_is_warned_of_once_with_the_cost(
     assert backend.use_kernel("ssd", "auto", GPU, torch.bfloat16, shared_memory=101_376)
 
 
-def test_tensors_without_elements_are_not_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Such as those of an expert that no token chose."""
+def test_empty_tensors_give_no_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """For example those of an expert without tokens."""
     pytest.importorskip("triton")
     monkeypatch.setattr(backend, "gpu_of", lambda device: backend.GPUS["H200"])
     with caplog.at_level(logging.INFO, logger=backend.log.name):
@@ -161,13 +159,13 @@ def test_tensors_without_elements_are_not_warned_of(
     assert len(caplog.records) == 1
 
 
-def test_a_machine_without_a_gpu_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_cpu_gives_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger=backend.log.name):
         assert not backend.use_kernel("ssd", "auto", torch.device("cpu"), torch.bfloat16)
     assert not caplog.records
 
 
-def test_logits_that_are_promoted_to_fp32_on_a_gpu_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_logits_promoted_to_fp32_on_a_gpu_warn_once(caplog: pytest.LogCaptureFixture) -> None:
     wide, half = torch.float32, torch.bfloat16
     with caplog.at_level(logging.WARNING, logger=resolved_call.log.name):
         for dtypes in ((half, half, half), (half, wide, half), (wide, wide, wide)):  # the second: by autocast

@@ -1,4 +1,4 @@
-"""The packed causal convolution equals a loop over tokens and taps in float64; so do its gradients and its steps."""
+"""The packed causal convolution equals a loop over tokens and taps in float64, and so do gradients and decode steps."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def tensors(width: int, bias: bool = True, lengths=LENGTHS, **options) -> list[T
     return drawn if bias else [*drawn[:2], None]
 
 
-def loop(inputs: Tensor, kernel: Tensor, bias: Tensor | None, packing: Packing, silu: bool) -> Tensor:
-    """Token by token, tap by tap."""
+def convolve_by_loop(inputs: Tensor, kernel: Tensor, bias: Tensor | None, packing: Packing, silu: bool) -> Tensor:
+    """Computes token by token and tap by tap."""
     width = kernel.shape[1]
     rows = []
     for start, stop in packing.slices():
@@ -38,7 +38,7 @@ def assert_alike(
     inputs: list[Tensor | None], packing: Packing, silu: bool, tolerance: float, backend: str = "auto"
 ) -> None:
     exact = [None if tensor is None else tensor.detach().cpu().double().requires_grad_() for tensor in inputs]
-    actual, expected = convolve(*inputs, packing, silu=silu, backend=backend), loop(*exact, packing, silu)
+    actual, expected = convolve(*inputs, packing, silu=silu, backend=backend), convolve_by_loop(*exact, packing, silu)
     assert actual.dtype == inputs[0].dtype
     assert_equal(actual.cpu(), expected, "output", tolerance)
     upstream = torch.randn(actual.shape, generator=torch.Generator().manual_seed(1)).to(actual)
@@ -64,7 +64,7 @@ def test_low_precision_rounds_once() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
-def test_token_by_token_from_a_state_equals_the_whole(width: int) -> None:
+def test_decode_steps_from_a_state_equal_the_full_sequence(width: int) -> None:
     inputs, kernel, bias = tensors(width, dtype=torch.float64)
     packing = Packing.from_lengths(LENGTHS)
     full_outputs = convolve(inputs, kernel, bias, packing, silu=True).split(LENGTHS)
@@ -80,7 +80,7 @@ def test_token_by_token_from_a_state_equals_the_whole(width: int) -> None:
         assert torch.equal(state, last_inputs(rows, Packing.from_lengths([len(rows)]), width - 1))
 
 
-def test_a_sequence_does_not_see_another_even_if_that_is_not_finite() -> None:
+def test_sequences_are_isolated_even_from_non_finite_values() -> None:
     inputs, kernel, bias = (tensor.detach() for tensor in tensors(4))
     packing = Packing.from_lengths(LENGTHS)
     expected = convolve(inputs, kernel, bias, packing).split(LENGTHS)
@@ -101,7 +101,7 @@ def test_gradients_of_empty_inputs_are_zeros_rather_than_none() -> None:
 
 
 @pytest.mark.parametrize("shape", [(CHANNELS + 1, 4), (CHANNELS, 1, 4)])
-def test_a_kernel_of_other_channels_is_refused(shape) -> None:
+def test_kernel_with_wrong_channel_count_is_refused(shape) -> None:
     inputs, _, bias = tensors(4)
     with pytest.raises(ValueError, match=r"one of \[6, K\]"):
         convolve(inputs, torch.zeros(shape), bias, Packing.from_lengths(LENGTHS))

@@ -9,15 +9,15 @@ ARM = torch.backends.mkldnn.is_acl_available()
 
 
 @pytest.fixture
-def switched_on():
+def onednn_enabled():
     before = torch.backends.mkldnn.enabled
     torch.backends.mkldnn.enabled = True
     yield
     torch.backends.mkldnn.enabled = before
 
 
-@pytest.mark.usefixtures("switched_on")
-def test_only_fp32_products_on_arm_leave_onednn():
+@pytest.mark.usefixtures("onednn_enabled")
+def test_onednn_is_disabled_only_for_fp32_on_arm():
     with blas_fp32_matmul(torch.float32):
         assert torch.backends.mkldnn.enabled is not ARM
         with blas_fp32_matmul(torch.bfloat16):
@@ -27,8 +27,8 @@ def test_only_fp32_products_on_arm_leave_onednn():
         assert torch.backends.mkldnn.enabled
 
 
-@pytest.mark.usefixtures("switched_on")
-def test_the_switch_is_put_back_after_an_error():
+@pytest.mark.usefixtures("onednn_enabled")
+def test_onednn_flag_is_restored_after_an_error():
     def fail() -> None:
         with blas_fp32_matmul(torch.float32):
             raise RuntimeError("inside")

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for every GPU of the table, with tiles that fit its shared memory.
+"""Every Triton kernel compiles for every GPU in the table, with tiles that fit its shared memory.
 
 Triton's compiler needs no GPU. What a kernel computes is tested elsewhere: in Triton's interpreter and on a GPU.
 """
@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="triton has no wheel for this platform, so 
 
 from postlude.ops.kernels import attention
 from postlude.ops.kernels.capabilities import GPUS, KERNELS, gpu_of
-from tests.ops.cross_compile import CALLS, Call, kernels_of_the_project, launches_on
+from tests.ops.cross_compile import CALLS, Call, launched_kernels, launches_on
 
 ARCHITECTURES = ("L40S", "A100", "H200", "B200")  # one GPU of each, that with the least shared memory first
 TENSOR_MEMORY = 512  # columns of a multiprocessor, on Blackwell
@@ -23,7 +23,7 @@ LONG = ("ssd", "192 and 128", "rank 256", "attention ", "attention_softcap", "25
 
 
 def cases() -> Iterator[Any]:
-    """Each call on each GPU that it can be made on, also where a variable must allow it. The long ones are thorough."""
+    """Yields each call on each GPU that can run it, also where a variable must allow it. Long ones are thorough."""
     for name in ARCHITECTURES:
         for call in CALLS:
             case_name = f"{call.operation} {call.label}"
@@ -32,11 +32,11 @@ def cases() -> Iterator[Any]:
                 yield pytest.param(call, name, id=f"{name}, {case_name}", marks=() if quick else pytest.mark.thorough)
 
 
-def test_every_kernel_of_the_project_is_among_the_calls() -> None:
+def test_every_kernel_is_compiled_by_some_call() -> None:
     with launches_on(GPUS["H200"], compiles=False) as launches:
         for call in CALLS:
             call.make()
-    assert {launch.kernel for launch in launches} == kernels_of_the_project()
+    assert {launch.kernel for launch in launches} == launched_kernels()
 
 
 @pytest.mark.parametrize(("call", "name"), list(cases()))
@@ -50,8 +50,8 @@ def test_kernels_compile_and_fit(call: Call, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["A100", "H100", "H200", "B200"])
-def test_large_gpus_have_the_tiles_that_were_measured(name: str) -> None:
-    """Those of an H200, without its tensor memory accelerator on an A100."""
+def test_large_gpus_get_the_measured_tiles(name: str) -> None:
+    """The tiles of an H200, without its tensor memory accelerator on an A100."""
     chosen = []
     for gpu in (GPUS["H200"], GPUS[name]):
         with launches_on(gpu, compiles=False) as launches:
@@ -61,7 +61,7 @@ def test_large_gpus_have_the_tiles_that_were_measured(name: str) -> None:
     assert chosen[0] == chosen[1]
 
 
-def test_the_tiles_of_an_h200_are_those_of_the_measurements() -> None:
+def test_h200_tiles_equal_the_measured_ones() -> None:
     with launches_on(GPUS["H200"], compiles=False):
         heads = torch.empty(4, 2, 128, dtype=torch.bfloat16)
         wide = torch.empty(4, 2, 256, dtype=torch.bfloat16)
@@ -78,7 +78,7 @@ def test_the_tiles_of_an_h200_are_those_of_the_measurements() -> None:
 
 
 @pytest.mark.gpu
-def test_this_gpu_is_as_the_table_says() -> None:
+def test_current_gpu_matches_the_table() -> None:
     gpu = gpu_of(torch.device("cuda", 0))
     for known in GPUS.values():
         if known.name in gpu.name:

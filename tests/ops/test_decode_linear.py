@@ -1,4 +1,4 @@
-"""Products of few rows: the kernel's checks on a GPU or through Triton's interpreter, and the plain form on any."""
+"""Linear layers with few rows: kernel checks on a GPU or in Triton's interpreter, and the torch form anywhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_kernels() -> None:
     run_checks(CHECKS)
 
 
-def test_each_is_what_its_parts_are() -> None:
+def test_fused_functions_equal_separate_operations() -> None:
     generator = torch.Generator().manual_seed(0)
     rows, weight, norm_weight, residual = (
         torch.randn(size, generator=generator) for size in ((5, 8), (6, 8), (8,), (5, 6))
@@ -38,8 +38,8 @@ def test_each_is_what_its_parts_are() -> None:
     assert_equal(linear_add(residual.clone(), rows, weight), residual + rows @ weight.t(), "added")
 
 
-def test_adapters_add_what_they_are() -> None:
-    """Layers of different sizes, in every function."""
+def test_adapters_equal_merged_weights() -> None:
+    """With layers of different sizes, in every function."""
     generator = torch.Generator().manual_seed(0)
     sizes = (4, 2)
     rows, weight, norm_weight, residual, a, b = (

@@ -1,4 +1,4 @@
-"""Norms, gated activations and turned heads: Triton's kernels in the interpreter and on a GPU, and who takes them."""
+"""Norms, gated activations and rotary: Triton kernels in the interpreter and on a GPU, and backend selection."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_kernels_on_the_gpu() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_without_a_gpu_auto_is_torch(dtype: torch.dtype) -> None:
+def test_auto_uses_torch_without_a_gpu(dtype: torch.dtype) -> None:
     rows, weight = torch.randn(3, 2, 8, dtype=dtype), torch.randn(8, dtype=dtype)
     table = rotary_table(RotaryConfig(), torch.arange(3), 8)
     expected = torch.nn.functional.rms_norm(rows, (8,), weight, 1e-6)

@@ -1,4 +1,4 @@
-"""Triton's kernels between tokens and experts' rows: their checks through the interpreter, and on a GPU."""
+"""Triton kernels between tokens and expert rows: checks in the interpreter and on a GPU."""
 
 from __future__ import annotations
 

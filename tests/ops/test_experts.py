@@ -1,4 +1,4 @@
-"""Sorting tokens by expert and back is exact, and one grouped product equals one product an expert."""
+"""Sorting tokens by expert and back is exact, and a grouped product equals one product per expert."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_sorting_by_expert_and_back(tokens: int, top_k: int, experts: int, seed:
 
 @pytest.mark.parametrize("counts", [[3, 0, 4, 1], [0, 0, 0, 5], [0, 0, 0, 0], [1, 1, 1, 1]])
 @pytest.mark.parametrize(("inside", "outside"), [(7, 5), (8, 16)])
-def test_grouped_linear_equals_one_product_an_expert(counts: list[int], inside: int, outside: int) -> None:
+def test_grouped_linear_equals_one_product_per_expert(counts: list[int], inside: int, outside: int) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(sum(counts), inside, generator=generator, requires_grad=True)
     weight = torch.randn(4, outside, inside, generator=generator, requires_grad=True)
@@ -54,7 +54,7 @@ def test_grouped_linear_equals_one_product_an_expert(counts: list[int], inside: 
 
 
 @pytest.mark.parametrize("columns", [True, False])  # whether the gradients of both products are columns of one tensor
-def test_alternating_weights_are_one_product_and_equal_two(columns: bool) -> None:
+def test_interleaved_gate_and_up_equal_two_products(columns: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     counts = torch.tensor([3, 0, 4, 1])
     rows = torch.randn(8, 32, generator=generator, requires_grad=True)
@@ -79,7 +79,7 @@ def test_alternating_weights_are_one_product_and_equal_two(columns: bool) -> Non
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 4, 1], [0, 0, 0, 5], [0, 0, 0, 0]])
-def test_every_row_gets_its_experts_bias(counts: list[int]) -> None:
+def test_rows_get_the_bias_of_their_expert(counts: list[int]) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(sum(counts), 5, generator=generator, requires_grad=True)
     bias = torch.randn(4, 5, generator=generator, requires_grad=True)
@@ -112,7 +112,7 @@ def test_grouped_linear_on_cuda_equals_float64(inside: int, outside: int, dtype:
 
 
 @pytest.mark.gpu
-def test_on_cuda_a_weights_gradient_is_added_where_it_is_summed() -> None:
+def test_weight_gradient_is_accumulated_in_place_on_cuda() -> None:
     counts = torch.tensor([300, 0, 77, 128], device="cuda")
     rows = torch.randn(505, 64, device="cuda", dtype=torch.bfloat16)
     weight, alone = (torch.ones(4, 96, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))

@@ -1,4 +1,4 @@
-"""flash-linear-attention as a backend: when it is taken, what is said when it is not, and that its terms are ours."""
+"""flash-linear-attention as a backend: when it is selected, its refusals, and that our arguments match its own."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MISSING = r"backend=\"fla\" cannot run: flash-linear-attention is not installed 
 
 
 @pytest.fixture
-def absent(monkeypatch: pytest.MonkeyPatch) -> None:
+def fla_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fla, "installed", lambda: False)
 
 
 @pytest.fixture
-def present(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its contract, token by token, wherever the tensors are."""
+def fake_fla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake package with its functions' contract, computed token by token on any device."""
     monkeypatch.setattr(fla, "installed", lambda: True)
     monkeypatch.setattr(fla, "check", lambda *tensors, width: None)
     for name, function in (("simple_gla", chunk_simple_gla), ("gated_delta_rule", chunk_gated_delta_rule)):
@@ -74,13 +74,13 @@ def chunk_gated_delta_rule(
     return torch.stack(outputs)[None], torch.stack(states) if output_final_state else None
 
 
-@pytest.mark.usefixtures("present")
-def test_mamba_in_its_terms_equals_the_recurrence() -> None:
+@pytest.mark.usefixtures("fake_fla")
+def test_mamba_through_fla_interface_equals_recurrence() -> None:
     test_ssd.assert_alike(test_ssd.inputs(sum(LENGTHS)), LENGTHS, chunk=128, backend="fla")
 
 
-@pytest.mark.usefixtures("present")
-def test_the_delta_rule_in_its_terms_equals_the_recurrence() -> None:
+@pytest.mark.usefixtures("fake_fla")
+def test_gated_delta_through_fla_interface_equals_recurrence() -> None:
     operands = test_gated_delta.inputs(sum(LENGTHS), 4, 2, 6, 5, seed=0, decay=0.1)
     test_gated_delta.check(operands, list(LENGTHS), 64, test_gated_delta.FP32, backend="fla")
     packing = Packing.from_lengths(LENGTHS)
@@ -90,8 +90,8 @@ def test_the_delta_rule_in_its_terms_equals_the_recurrence() -> None:
     test_gated_delta.assert_equal(outputs, gated_delta(*operands, packing, **options)[0])
 
 
-@pytest.mark.usefixtures("present")
-def test_no_tokens_are_no_trouble() -> None:
+@pytest.mark.usefixtures("fake_fla")
+def test_empty_batch() -> None:
     nothing = Packing.from_lengths([])
     assert ssd(*test_ssd.inputs(0), nothing, backend="fla")[0].shape == (0, 4, 3)
     assert gated_delta(*test_gated_delta.inputs(0, 4, 2, 6, 5, seed=0), nothing, backend="fla")[0].shape == (0, 4, 5)
@@ -116,7 +116,7 @@ def test_no_tokens_are_no_trouble() -> None:
         ("0.60.0", "3.7.1", (9, 0), False, "and this is 0.60.0"),
     ],
 )
-def test_versions_that_are_known_to_be_right(
+def test_only_verified_versions_are_accepted(
     fla_version: str, triton: str, capability: tuple[int, int], gradient: bool, expected: str | None
 ) -> None:
     refusal = fla._refusal(fla_version, triton, capability, gradient)
@@ -134,8 +134,8 @@ def test_unsupported_inputs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
         assert "is for one half precision, and these are" in (fla.refusal(*tensors, width=8, gradient=True) or "")
 
 
-@pytest.mark.usefixtures("absent")
-def test_asked_for_where_it_is_missing_is_a_sentence() -> None:
+@pytest.mark.usefixtures("fla_missing")
+def test_fla_backend_without_the_package_gives_clear_error() -> None:
     packing = Packing.from_lengths(LENGTHS)
     with pytest.raises(RuntimeError, match=MISSING):
         ssd(*test_ssd.inputs(sum(LENGTHS)), packing, backend="fla")
@@ -143,9 +143,9 @@ def test_asked_for_where_it_is_missing_is_a_sentence() -> None:
         gated_delta(*test_gated_delta.inputs(sum(LENGTHS), 4, 2, 6, 5, seed=0), packing, backend="fla")
 
 
-@pytest.mark.usefixtures("absent")
+@pytest.mark.usefixtures("fla_missing")
 @pytest.mark.parametrize("pattern", ["M", "G", "*/M"])
-def test_a_model_hands_the_choice_on(pattern: str) -> None:
+def test_model_passes_the_backend_to_its_blocks(pattern: str) -> None:
     (microbatch,) = pack(sequences(5, 1, 8), budget=64, depths=1)
 
     def run(scans: Any) -> Tensor:
@@ -157,13 +157,13 @@ def test_a_model_hands_the_choice_on(pattern: str) -> None:
 
 
 def last_hidden(inputs: OutputInputs, _: Any) -> Tensor:
-    """Those of the depth further ahead where there is one."""
+    """Returns the hidden states of the last depth."""
     depths = () if inputs.mtp is None else inputs.mtp(inputs, stop_trunk=False, stop_head=False)
     return [inputs, *depths][-1].hidden
 
 
 @pytest.mark.thorough
-def test_an_engine_hands_the_choice_on(ranks: Any) -> None:
+def test_engine_passes_the_backend_to_its_model(ranks: Any) -> None:
     (message,) = ranks(1, refused_by_an_engine)
     assert message.startswith('backend="fla" cannot run: ')
 
@@ -175,17 +175,17 @@ def refused_by_an_engine(group: Any) -> str:
     return str(failed.value)
 
 
-def gradient_wanted(*tensors: Any, width: int, gradient: bool) -> str | None:
+def refuse_gradients(*tensors: Any, width: int, gradient: bool) -> str | None:
     return "it is wrong here" if gradient else None
 
 
-def test_auto_takes_it_in_place_of_torch_alone_and_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, present: None
+def test_auto_uses_fla_instead_of_torch_and_logs_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fake_fla: None
 ) -> None:
     on_gpu = SimpleNamespace(is_cuda=True)
     monkeypatch.setattr(fla, "version_of", lambda package: "0.6.0")
     with caplog.at_level(logging.INFO, logger="postlude.ops.fla"):
-        monkeypatch.setattr(fla, "refusal", gradient_wanted)
+        monkeypatch.setattr(fla, "refusal", refuse_gradients)
         assert not any(fla.auto_selects("one", "these were not checked", on_gpu, width=8) for _ in range(2))
         monkeypatch.setattr(fla, "refusal", lambda *tensors, width, gradient: None)
         assert all(fla.auto_selects("another", "these were not checked", on_gpu, width=8) for _ in range(2))
@@ -197,8 +197,8 @@ def test_auto_takes_it_in_place_of_torch_alone_and_says_so_once(
 
 
 @pytest.mark.parametrize(("unwise", "uses_fla"), [("these were not checked", True), (None, False)])
-def test_auto_asks_where_its_own_kernels_were_not_checked(
-    monkeypatch: pytest.MonkeyPatch, present: None, unwise: str | None, uses_fla: bool
+def test_auto_considers_fla_only_where_own_kernels_are_unmeasured(
+    monkeypatch: pytest.MonkeyPatch, fake_fla: None, unwise: str | None, uses_fla: bool
 ) -> None:
     widths: list[str] = []
     monkeypatch.setattr("postlude.ops.gated_delta._why_slower", lambda *_: unwise)
@@ -249,7 +249,7 @@ class TestOnTheGpu:
 
         self.compare(scan, order, slice(0, 3), ("x", "B", "C", "dt", "A", "D"))
 
-    def test_the_delta_rule(self) -> None:
+    def test_gated_delta_rule(self) -> None:
         operands = test_gated_delta.inputs(962, 8, 4, 128, 128, seed=0, decay=0.1, device="cuda")
 
         def scan(*arguments: Any, **options: Any) -> Any:
@@ -257,7 +257,7 @@ class TestOnTheGpu:
 
         self.compare(scan, operands, slice(0, 3), test_gated_delta.NAMES)
 
-    def test_a_backward_that_it_refuses_is_a_sentence_before_it_begins(self) -> None:
+    def test_unsupported_backward_is_refused_before_the_forward(self) -> None:
         operands = [tensor.bfloat16() for tensor in test_gated_delta.inputs(5, 2, 1, 16, 16, seed=0, device="cuda")]
         if fla.refusal(*operands[:3], width=16, gradient=True) is None:
             pytest.skip("it is right here")

@@ -1,4 +1,4 @@
-"""Rounding to FP8: Triton's kernels in the interpreter and on a GPU, where products in FP8 are checked too."""
+"""FP8 quantisation: Triton kernels in the interpreter and on a GPU, where FP8 products are checked too."""
 
 from __future__ import annotations
 

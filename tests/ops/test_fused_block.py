@@ -1,4 +1,4 @@
-"""Blocks as one step of autograd: their checks in the interpreter and on a GPU, and that models take them there."""
+"""Blocks fused into one autograd function: checks in the interpreter and on a GPU, and that models use them there."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SEQUENCES = [list(range(3, 40)), [7], list(range(100, 230))]
 
 
 @pytest.mark.thorough  # on a GPU the same is held to float64
-def test_in_the_interpreter() -> None:
+def test_kernels_in_the_interpreter() -> None:
     interpret_checks(CHECKS)
 
 
 @pytest.mark.gpu
-def test_on_the_gpu() -> None:
+def test_kernels_on_the_gpu() -> None:
     run_checks(CHECKS)
 
 
@@ -43,11 +43,11 @@ def losses_and_gradients() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.gpu
-def test_a_model_is_the_same_with_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To what bf16 can hold: products that are one, or several, add up in other orders."""
+def test_fused_model_equals_unfused_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to bf16 rounding: fused and separate products add up in different orders."""
     outputs = []
     for block in (Attention, MLP):
-        monkeypatch.setattr(block, "fused_forward", counted(block.fused_forward, outputs))
+        monkeypatch.setattr(block, "fused_forward", counting_calls(block.fused_forward, outputs))
     losses, gradients = losses_and_gradients()
     hopper = torch.cuda.get_device_capability() == (9, 0)
     assert len(outputs) == (4 if hopper else 2)
@@ -59,8 +59,8 @@ def test_a_model_is_the_same_with_and_without(monkeypatch: pytest.MonkeyPatch) -
         assert_equal(gradient, expected_gradients[name], f"gradient of {name}", 3e-2)
 
 
-def counted(fused_forward: Any, outputs: list[Any]) -> Any:
-    """The same, and each time that it does something is appended."""
+def counting_calls(fused_forward: Any, outputs: list[Any]) -> Any:
+    """Returns the same function, which also appends to a list at each call."""
 
     def call(*arguments: Any) -> Any:
         done = fused_forward(*arguments)

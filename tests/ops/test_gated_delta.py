@@ -1,4 +1,4 @@
-"""The chunked gated delta rule equals the recurrence it abbreviates, token by token in float64, gradients included."""
+"""The chunked gated delta rule equals its token-by-token recurrence in float64, gradients included."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FP32 = 1e-6  # of the scale: some ten roundings
 def inputs(
     tokens: int, heads: int, key_heads: int, dk: int, dv: int, seed: int, decay: float = 1.0, device: str = "cpu"
 ) -> list[Tensor]:
-    """As a model makes them: log decays from almost none to more than e^-16, beta between 0 and 1."""
+    """Inputs as in a model: log decays from almost none to more than e^-16, beta between 0 and 1."""
     generator = torch.Generator().manual_seed(seed)
 
     def random_tensor(*shape: int) -> Tensor:
@@ -38,7 +38,7 @@ def inputs(
 
 
 def token_by_token(operands: list[Tensor], lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """The definition, one token after the other, queries and keys of length one."""
+    """The definition, one token at a time, with queries and keys of length one."""
     query, key, value, log_decay, beta = operands
     group = value.shape[1] // key.shape[1]
     query, key = (
@@ -106,8 +106,8 @@ def test_long_sequences_equal_the_recurrence(lengths: list[int], chunk: int, dec
     check(inputs(sum(lengths), 2, 1, 16, 8, seed, decay), lengths, chunk, FP32)
 
 
-def test_a_state_that_is_forgotten_at_once_disturbs_nothing_after_it() -> None:
-    """Sums of log decays reach -2,000 within a chunk; the tokens after still tell apart what little they forget."""
+def test_strong_decay_does_not_affect_later_tokens() -> None:
+    """Sums of log decays reach -2,000 within a chunk; later small decays keep their precision."""
     operands = inputs(150, 2, 1, 16, 8, seed=3, decay=0.01)
     with torch.no_grad():
         operands[3][20::40] = -500.0
@@ -133,7 +133,7 @@ def test_gradients_of_any_vectors_and_scale(normalise: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_equal_the_scan(dtype: torch.dtype) -> None:
+def test_decode_steps_equal_the_scan(dtype: torch.dtype) -> None:
     """In bf16 both compute in fp32 from the same rounded inputs, and round the output once."""
     operands = [tensor.detach() for tensor in inputs(30, 4, 2, 8, 5, seed=1, decay=0.1)]
     operands[:3] = [tensor.to(dtype) for tensor in operands[:3]]
@@ -159,7 +159,7 @@ def test_no_sequences_give_gradients_of_zero() -> None:
     )
 
 
-def test_the_host_never_waits_and_the_result_is_the_same_to_the_bit() -> None:
+def test_scan_does_not_synchronise_and_is_deterministic() -> None:
     operands = inputs(100, 2, 1, 8, 8, seed=2)
     packing = Packing.from_lengths([30, 1, 69])
     results = []
@@ -190,7 +190,7 @@ def test_wrong_shapes_are_named() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [[1], [300, 65, 64, 1, 128]])
-def test_on_cuda_it_equals_the_recurrence_without_a_wait(lengths: list[int]) -> None:
+def test_equals_the_recurrence_on_cuda_without_synchronising(lengths: list[int]) -> None:
     operands = inputs(sum(lengths), 4, 2, 64, 32, seed=0, decay=0.1, device="cuda")
     check(operands, lengths, 64, FP32)
     packing = Packing.from_lengths(lengths, "cuda")

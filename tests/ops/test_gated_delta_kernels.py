@@ -21,7 +21,7 @@ def test_kernels_in_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_without_a_gpu_auto_is_torch(dtype: torch.dtype) -> None:
+def test_auto_uses_torch_without_a_gpu(dtype: torch.dtype) -> None:
     operands = [tensor.detach().to(dtype) for tensor in inputs(5, 2, 1, 4, 4, seed=0)]
     packing = Packing.from_lengths([3, 2])
     assert torch.equal(gated_delta(*operands, packing)[0], gated_delta(*operands, packing, backend="torch")[0])
@@ -74,30 +74,30 @@ class TestOnTheGpu:
         lengths = [700, 65, 1, 64, 130, 2]
         self.compare(self.made(lengths, *heads, *widths), lengths, ("outputs", "states", *NAMES))
 
-    def test_vectors_as_they_are(self) -> None:
+    def test_unnormalised_vectors(self) -> None:
         operands = self.made([300, 20])
         operands[1] /= 16
         self.compare(operands, [300, 20], ("outputs", "states", *NAMES), normalise=False)
 
     def test_sequences_of_one_token(self) -> None:
-        """Nothing was there to decay: that gradient is zero."""
+        """There is no earlier state to decay, so the gradient of the decay is zero."""
         operands = self.made([1, 1, 1])
         self.compare(operands, [1, 1, 1], tuple(name for name in ("outputs", "states", *NAMES) if name != "log_decay"))
         assert not self.results(operands, [1, 1, 1], "triton")[5].any()
 
-    def test_states_that_are_forgotten_at_once(self) -> None:
+    def test_strong_decay(self) -> None:
         operands = self.made([300, 65])
         operands[3][20::40] = -500.0
         self.compare(operands, [300, 65], ("outputs", "states", *NAMES))
 
-    def test_auto_takes_the_kernels_where_they_were_checked(self) -> None:
+    def test_auto_uses_kernels_where_they_were_measured(self) -> None:
         operands = self.made([70])
         uses_kernels = all(
             map(torch.equal, self.results(operands, [70], "auto"), self.results(operands, [70], "triton"))
         )
         assert uses_kernels == (_why_slower(operands[0].device, torch.bfloat16, CHUNK, (128, 128)) is None)
 
-    def test_the_result_is_the_same_to_the_bit_and_the_host_never_waits(self) -> None:
+    def test_kernels_are_deterministic_and_do_not_synchronise(self) -> None:
         lengths = [2000, 1, 129, 5000]
         operands = self.made(lengths)
         first = self.results(operands, lengths, "triton")

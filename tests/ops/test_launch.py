@@ -1,4 +1,4 @@
-"""Launches go past Triton's own where its version was looked at; on the tensors' device; in grids that CUDA takes."""
+"""Kernels are launched without Triton's dispatch on verified versions, on the tensors' device, in valid grids."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from postlude.ops.norm import rms_norm
 from postlude.ops.packing import Packing
 
 
-class Kernel:
-    """Notes the arguments of each launch: by Triton itself, and of what it compiled by itself."""
+class FakeKernel:
+    """Records the arguments of each launch, through Triton and of the compiled kernel directly."""
 
     def __init__(self) -> None:
         self.slow_launches: list[tuple[Any, ...]] = []
@@ -42,16 +42,16 @@ class Kernel:
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
     launch.launches_fast.cache_clear()
     monkeypatch.setattr(
         launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: "stream"))
     )
-    return Kernel()
+    return FakeKernel()
 
 
-def launched(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, version: str) -> torch.Tensor:
-    """Three times with the same tensor."""
+def launch_three_times(kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch, version: str) -> torch.Tensor:
+    """Launches three times with the same tensor."""
     monkeypatch.setattr(launch, "version_of", lambda package: version)
     launcher, tensor = launch.Launcher(kernel), torch.zeros(8)
     for number in range(3):
@@ -60,8 +60,8 @@ def launched(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, version: str) -> t
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1+git123", "3.9.0"])
-def test_a_compiled_kernel_is_launched_again_without_triton(kernel, monkeypatch, caplog, version: str) -> None:
-    tensor = launched(kernel, monkeypatch, version)
+def test_later_launches_bypass_triton_on_verified_versions(kernel, monkeypatch, caplog, version: str) -> None:
+    tensor = launch_three_times(kernel, monkeypatch, version)
     assert kernel.slow_launches == [((2, 1, 1), tensor, None, 0, 64, 4)]
     before = (2, 1, 1, "stream", "function", "metadata", None, None, None)
     assert kernel.fast_launches == [(*before, tensor.data_ptr(), None, number, 64) for number in (1, 2)]
@@ -69,16 +69,16 @@ def test_a_compiled_kernel_is_launched_again_without_triton(kernel, monkeypatch,
 
 
 @pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0.0"])
-def test_a_triton_that_was_not_looked_at_launches_itself_aloud(kernel, monkeypatch, caplog, version: str) -> None:
+def test_unverified_triton_launches_itself_with_one_warning(kernel, monkeypatch, caplog, version: str) -> None:
     with caplog.at_level(logging.WARNING):
-        launched(kernel, monkeypatch, version)
+        launch_three_times(kernel, monkeypatch, version)
     assert (len(kernel.slow_launches), kernel.fast_launches) == (3, [])
     (message,) = caplog.messages  # once
     assert version in message
     assert "3.6 to 3.9" in message
 
 
-def test_which_device_is_current(monkeypatch) -> None:
+def test_is_current_device(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     current = {name: launch.is_current(torch.device(name)) for name in ("cpu", "cuda:0", "cuda:1")}
     assert current == {"cpu": True, "cuda:0": False, "cuda:1": True}
@@ -86,7 +86,7 @@ def test_which_device_is_current(monkeypatch) -> None:
 
 @pytest.mark.parametrize("current", [True, False])
 def test_a_kernel_is_launched_on_the_device_of_its_tensors(kernel, monkeypatch, current: bool) -> None:
-    """Every way to launch one enters the device where it is not the current one, and only there."""
+    """Every launch path enters the tensors' device, but only if it is not the current one."""
     entered, inside, devices = [], [current], []
 
     @contextmanager
@@ -113,7 +113,7 @@ def test_a_kernel_is_launched_on_the_device_of_its_tensors(kernel, monkeypatch, 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_kernels_on_a_gpu_that_is_not_the_current_one() -> None:
+def test_kernels_on_a_gpu_other_than_the_current_one() -> None:
     inputs, kernel, norm = torch.randn(9, 8), torch.randn(8, 4), torch.randn(8)
 
     def result_on(device: str) -> Tensor:
@@ -124,11 +124,11 @@ def test_kernels_on_a_gpu_that_is_not_the_current_one() -> None:
         torch.testing.assert_close(result_on("cuda:1"), result_on("cpu"), rtol=1e-4, atol=1e-5)
 
 
-def test_no_grid_of_many_tokens_is_larger_than_cuda_takes(monkeypatch) -> None:
+def test_grids_of_many_tokens_stay_within_cuda_limits(monkeypatch) -> None:
     """CUDA takes 2 ** 31 - 1 programs along the first dimension, and 65,535 along the others."""
     grids: list[tuple[int, ...]] = []
 
-    class Noted:
+    class RecordingKernel:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             grids.append(grid)
             return lambda *arguments, **options: None
@@ -136,7 +136,7 @@ def test_no_grid_of_many_tokens_is_larger_than_cuda_takes(monkeypatch) -> None:
     for module in (convolution_kernels, ssd_device):
         for name, value in vars(module).items():
             if isinstance(value, launch.Kernel):
-                monkeypatch.setattr(module, name, Noted())
+                monkeypatch.setattr(module, name, RecordingKernel())
     tokens, heads, width = 5_000_000, 8, 16
     with torch.device("meta"):
         inputs, kernel, positions = torch.empty(tokens, 96), torch.empty(96, 4), torch.empty(tokens, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Several products of the same rows equal one product after the other, weight gradients put off or not."""
+"""Several products of the same rows equal separate products, with weight gradients deferred or not."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def gradients(products, later: list | None = None) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-def test_products_of_the_same_rows(deferred: bool) -> None:
-    """One product after the other, `linear_group`, and what that does on CUDA."""
+def test_linear_group_equals_separate_products(deferred: bool) -> None:
+    """Separate products, `linear_group`, and its CUDA path."""
     later: list | None = [] if deferred else None
 
-    def one_by_one(rows: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+    def separately(rows: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
         return [linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
     def together(rows: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> tuple[Tensor, ...]:
         return _Linears.apply(rows, later, False, False, None, len(weights), *weights, *biases)
 
-    expected = gradients(one_by_one)
+    expected = gradients(separately)
     for index, (actual, expected_gradient) in enumerate(zip(gradients(together, later), expected, strict=True)):
         assert_equal(actual, expected_gradient, f"gradient {index}", 1e-14)
     assert later is None or len(later) == 3
@@ -64,8 +64,8 @@ def test_products_of_the_same_rows(deferred: bool) -> None:
         assert torch.equal(actual, expected_gradient)
 
 
-def test_gradients_are_added_to_a_sum_of_the_weights() -> None:
-    """As on CUDA: nothing arrives at the weights' own gradients, at once or put off."""
+def test_gradients_are_accumulated_in_main_grad() -> None:
+    """As on CUDA: the weights' own gradients stay empty, whether wgrads are immediate or deferred."""
     expected = gradients(linear_group)
     for later in (None, []):
         rows, weights, biases = operands()
@@ -88,8 +88,8 @@ def test_gradients_are_added_to_a_sum_of_the_weights() -> None:
 
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("empty", [(True, True, True), (False, True, False)])
-def test_the_first_product_writes_a_sum_that_is_empty(deferred: bool, empty: tuple[bool, ...]) -> None:
-    """The next one adds to it; so do both where one of the sums that are written together is not empty."""
+def test_first_product_overwrites_an_empty_accumulator(deferred: bool, empty: tuple[bool, ...]) -> None:
+    """Later products add to it; so do both where one of two accumulators written together is not empty."""
     rows, separate, _ = operands()
     weights = [weight.detach() for weight in torch.cat(separate).split([6, 3, 2])]
     joint = torch.where(torch.tensor(empty).repeat_interleave(torch.tensor([6, 3, 2])), torch.nan, 0.0)
@@ -106,7 +106,7 @@ def test_the_first_product_writes_a_sum_that_is_empty(deferred: bool, empty: tup
     assert_equal(torch.cat(totals), 2 * upstream.T @ rows.detach(), "sums", 1e-14)
 
 
-def test_an_empty_sum_is_zeroed_before_others_add_to_it() -> None:
+def test_empty_accumulator_is_zeroed_before_other_additions() -> None:
     """By `main_grad`, which zeroes once, and before autograd adds the gradient of another operation."""
     weight = torch.ones(2, 3, requires_grad=True)
     weight.main_grad, weight.main_grad_is_empty = torch.full((2, 3), torch.nan), True  # type: ignore[attr-defined]
@@ -135,7 +135,7 @@ def test_an_empty_sum_is_zeroed_before_others_add_to_it() -> None:
 def test_adjacent_weights_are_one_product(
     deferred: bool, single: bool, weight_layout: str, gradient_layout: str, products: int
 ) -> None:
-    """As on CUDA: weights, their sums, and gradients that are columns of one tensor; put off as it would be now."""
+    """As on CUDA: weights, their accumulators, and gradients that are columns of one tensor; also deferred."""
     rows, separate, _ = operands()
     upstream = torch.randn(5, 11, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     expected_rows = upstream @ torch.cat(separate).detach()
@@ -146,14 +146,14 @@ def test_adjacent_weights_are_one_product(
     for weight, total in zip(weights, totals, strict=True):
         weight.requires_grad_().main_grad = total
     later: DeferredWgrads = []
-    with Products() as forward:
+    with ProductCounter() as forward:
         outputs = _Linears.apply(rows, later if deferred else None, True, single, None, 3, *weights, *[None] * 3)
     for product, weight in zip(outputs, weights, strict=True):
         assert_equal(product, rows @ weight.T, "product", 1e-14)
     parts = (
         torch.cat(outputs, 1) if gradient_layout == "columns" else torch.cat([tensor * 1.0 for tensor in outputs], 1)
     )
-    with Products() as backward:
+    with ProductCounter() as backward:
         parts.backward(upstream)
         flush_wgrad(later)
     assert_equal(rows.grad, expected_rows, "gradient of rows", 1e-14)
@@ -162,8 +162,8 @@ def test_adjacent_weights_are_one_product(
     assert backward.count == 2 * products
 
 
-class Products(TorchDispatchMode):
-    """Counts products of matrices."""
+class ProductCounter(TorchDispatchMode):
+    """Counts matrix products."""
 
     count = 0
 
@@ -179,7 +179,7 @@ def test_negative_tokens_are_refused_without_gradients_too() -> None:
         embed(torch.tensor([1, -1]), torch.zeros(4, 2))
 
 
-def test_the_cpu_leaves_sums_to_autograd() -> None:
+def test_cpu_accumulates_through_autograd() -> None:
     weight = torch.ones(2, 2, requires_grad=True)
     set_main_grad(weight, torch.zeros(2, 2))
     linear(torch.ones(1, 2), weight).sum().backward()
@@ -187,8 +187,8 @@ def test_the_cpu_leaves_sums_to_autograd() -> None:
 
 
 @pytest.mark.gpu
-def test_sums_of_bf16_products_are_not_rounded_on_cuda() -> None:
-    """Two products of one weight are added to its fp32 sum as fp32, and the weight's own gradient gets nothing."""
+def test_bf16_products_are_accumulated_in_fp32_on_cuda() -> None:
+    """Two products of one weight are added to its fp32 accumulator, and the weight's own gradient stays empty."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random_tensor(*shape: int) -> Tensor:
@@ -207,7 +207,7 @@ def test_sums_of_bf16_products_are_not_rounded_on_cuda() -> None:
         assert_equal(row.grad, gradient.double() @ weight.detach().double(), "gradient of rows", 2**-8)
 
 
-def test_weights_that_lie_together_are_one_product() -> None:
+def test_adjacent_weights_are_one_product_on_cuda() -> None:
     rows, weights, _ = operands()
     separate = [weight.detach() for weight in weights]
     joint = torch.cat(separate)

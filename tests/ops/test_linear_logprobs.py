@@ -1,4 +1,4 @@
-"""The fused head equals the dense head in float64, and never does what it promises not to do."""
+"""The fused head equals the dense head in float64, within its promised memory and products."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_equals_the_dense_head(head: tuple[Operands, dict[str, Any]]) -> None:
     memory_budget=st.sampled_from([None, 1, 2000]),
 )
 def test_extreme_logits(seed: int, exponent: int, offset: int, pattern: str, memory_budget: int | None) -> None:
-    """Small integers times powers of two: projected without rounding, so all that is off is the head's own doing."""
+    """Small integers times powers of two are projected without rounding, so any error is the head's own."""
     operands = Operands.random(9, 4, 21, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randint(-4, 5, (9, 4), generator=generator).float()
@@ -80,7 +80,7 @@ def test_extreme_logits(seed: int, exponent: int, offset: int, pattern: str, mem
     assert_equal_to_dense(operands, memory_budget=memory_budget)
 
 
-def test_very_negative_logits_are_not_lost() -> None:
+def test_very_negative_logits_do_not_underflow() -> None:
     """A running maximum that starts at 0 would underflow them all (seen in a peer's kernel)."""
     operands = Operands.random(5, 4, 19)
     with torch.no_grad():  # whole numbers, so that -3000 takes no digits from them
@@ -92,7 +92,7 @@ def test_very_negative_logits_are_not_lost() -> None:
 
 @pytest.mark.parametrize("memory_budget", [None, 1])
 def test_masking_with_minus_infinity(memory_budget: int | None) -> None:
-    """A bias of -inf takes an entry out of the vocabulary, and leaves numbers where dense autograd leaves NaN."""
+    """A bias of -inf removes an entry from the vocabulary, and gives numbers where dense autograd gives NaN."""
     operands = Operands.random(6, 4, 11)
     masked = torch.arange(11) % 3 == 0
     operands.targets = torch.tensor([1, 2, 4, 5, 7, 8])
@@ -123,7 +123,7 @@ def test_float64_passes_gradcheck() -> None:
 
 
 @pytest.mark.parametrize("part", [0, 1, 2])
-def test_each_result_alone_has_its_gradient(part: int) -> None:
+def test_each_result_has_its_gradient_when_used_alone(part: int) -> None:
     operands = Operands.random(7, 4, 13)
     stats = fused(operands.hidden, operands.weight, operands.targets, entropy=True, lse=True)
     exact = dense(operands.hidden, operands.weight, operands.targets)
@@ -133,7 +133,7 @@ def test_each_result_alone_has_its_gradient(part: int) -> None:
         assert_close(gradient, expected_gradient, name)
 
 
-def test_used_twice_gradients_add() -> None:
+def test_gradients_add_up_when_results_are_used_twice() -> None:
     operands = Operands.random(6, 4, 13)
     first, second = (fused(operands.hidden, operands.weight, operands.targets).logprob.sum() for _ in range(2))
     once = torch.autograd.grad(first, operands.leaves(), retain_graph=True)
@@ -158,7 +158,7 @@ def test_strides_and_leading_dimensions() -> None:
         assert_equal_to_dense(strided, temperature=temperature, memory_budget=memory_budget)
 
 
-def test_ignored_positions_are_never_read() -> None:
+def test_hidden_states_of_ignored_positions_are_never_read() -> None:
     operands = Operands.random(8, 4, 13)
     operands.targets[[1, 4, 5]] = -100
     with torch.no_grad():
@@ -173,8 +173,8 @@ def test_ignored_positions_are_never_read() -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 5])
-def test_nothing_to_project_is_zero(tokens: int) -> None:
-    """And divides nothing by zero (seen in a peer)."""
+def test_batch_without_targets_gives_zero(tokens: int) -> None:
+    """And no division by zero (seen in a peer)."""
     operands = Operands.random(tokens, 4, 13, bias=True)
     operands.targets[:] = -100
     stats = fused(operands.hidden, operands.weight, operands.targets, bias=operands.bias, entropy=True, lse=True)
@@ -193,7 +193,7 @@ def test_an_ignore_index_within_the_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("memory_budget", [None, 1, 300])
-def test_padding_columns_never_enter(memory_budget: int | None) -> None:
+def test_padded_vocabulary_columns_are_excluded(memory_budget: int | None) -> None:
     operands = Operands.random(6, 4, 16, bias=True)
     operands.targets %= 11
     with torch.no_grad():
@@ -207,7 +207,7 @@ def test_padding_columns_never_enter(memory_budget: int | None) -> None:
     assert stats.topk_ids.max() == 10
 
 
-def test_not_a_number_is_not_hidden() -> None:
+def test_nan_is_propagated() -> None:
     operands = Operands.random(4, 4, 13)
     with torch.no_grad():
         operands.hidden[2, 1] = torch.nan
@@ -255,7 +255,7 @@ def test_mixed_dtypes(hidden_dtype: torch.dtype, weight_dtype: torch.dtype) -> N
             assert_close(gradient, want, "gradient", within=1e-5 if leaf.dtype == torch.float32 else 2.0**-8)
 
 
-def test_autocast_does_not_touch_the_inside() -> None:
+def test_autocast_does_not_change_the_head() -> None:
     operands = Operands.random(10, 8, 31)
     with torch.autocast("cpu", torch.bfloat16):
         assert_equal_to_dense(operands, memory_budget=3000)
@@ -270,7 +270,7 @@ def test_unasked_results_are_none() -> None:
 # What it does not do.
 
 
-def test_never_holds_all_logits() -> None:
+def test_full_logits_are_never_allocated() -> None:
     tokens, features, vocabulary = 64, 8, 1000
     operands = Operands.random(tokens, features, vocabulary)
     with Watch() as watch:
@@ -280,7 +280,7 @@ def test_never_holds_all_logits() -> None:
     assert watch.projections(features) > 6
 
 
-def test_forward_keeps_references_and_a_few_numbers_a_token() -> None:
+def test_forward_saves_only_inputs_and_a_few_numbers_per_token() -> None:
     operands = Operands.random(64, 8, 300)
     operands.targets[::2] = -100
     saved: list[Tensor] = []
@@ -294,7 +294,7 @@ def test_forward_keeps_references_and_a_few_numbers_a_token() -> None:
     ("frozen", "backward"), [("", 3), ("hidden", 2), ("weight", 2)], ids=["none", "hidden", "weight"]
 )
 @pytest.mark.parametrize("memory_budget", [None, 30_000])
-def test_a_frozen_operand_costs_no_gemm(frozen: str, backward: int, memory_budget: int | None) -> None:
+def test_frozen_operand_needs_no_gemm(frozen: str, backward: int, memory_budget: int | None) -> None:
     operands = Operands.random(32, 8, 300)
     if frozen:
         getattr(operands, frozen).requires_grad_(False)
@@ -353,7 +353,7 @@ def test_ignored_positions_are_not_projected() -> None:
         ({"memory_budget": 0}, "memory_budget must be above 0"),
     ],
 )
-def test_errors_are_sentences(change: dict[str, Any], sentence: str) -> None:
+def test_invalid_arguments_give_clear_errors(change: dict[str, Any], sentence: str) -> None:
     hidden, weight, targets = torch.randn(3, 4), torch.randn(13, 4), torch.tensor([12, 1, 2])
     arguments = {"hidden": hidden, "weight": weight, "targets": targets, **change}
     with pytest.raises(ValueError, match=sentence):
@@ -364,7 +364,7 @@ PROMISED = {"every": torch.tensor([12, 1, 2]), "some": torch.tensor([12, -100, 2
 
 
 @pytest.mark.parametrize("targets", PROMISED.values(), ids=PROMISED)
-def test_a_given_target_count_gives_the_same_without_a_sync(targets: Tensor) -> None:
+def test_given_target_count_avoids_synchronisation(targets: Tensor) -> None:
     results, waits = [], []
     for count in (None, int((targets != -100).sum())):
         operands = Operands.random(3, 4, 13)
@@ -393,7 +393,7 @@ def test_a_given_target_count_gives_the_same_without_a_sync(targets: Tensor) -> 
     ids=["outside", "outside but counted", "outside", "too few", "too many", "none", "none there", "cold"],
 )
 def test_a_wrong_target_count_makes_nan(targets: list[int], target_count: int, temperature: list[float]) -> None:
-    """Nothing that could be trained on without a word: the loss is no number, and neither is a gradient there is."""
+    """A wrong count cannot go unnoticed: loss and gradients are NaN."""
     operands = Operands.random(3, 4, 13)
     stats = fused(
         operands.hidden,
@@ -411,13 +411,13 @@ def test_a_wrong_target_count_makes_nan(targets: list[int], target_count: int, t
         assert operands.hidden.grad.isnan().any()
 
 
-def test_a_count_of_more_targets_than_there_are_is_refused() -> None:
+def test_target_count_above_the_number_of_targets_is_refused() -> None:
     operands = Operands.random(3, 4, 13)
     with pytest.raises(ValueError, match="target_count is 4, but there are 3 targets"):
         fused(operands.hidden, operands.weight, operands.targets, target_count=4)
 
 
-def test_a_bad_temperature_at_an_ignored_token_is_no_error() -> None:
+def test_invalid_temperature_at_an_ignored_token_is_accepted() -> None:
     stats = fused(torch.randn(2, 4), torch.randn(13, 4), torch.tensor([1, -100]), temperature=torch.tensor([1.0, 0.0]))
     assert torch.isfinite(stats.logprob).all()
 
@@ -428,7 +428,7 @@ def test_triton_without_a_gpu_is_refused_with_the_reason(monkeypatch: pytest.Mon
         linear_logprobs(torch.randn(2, 4), torch.randn(13, 4), torch.tensor([1, 2]), backend="triton")
 
 
-def test_auto_says_once_why_it_uses_torch(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_logs_once_why_it_uses_torch(caplog: pytest.LogCaptureFixture) -> None:
     backend._log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger=backend.log.name):
         for _ in range(3):
@@ -438,7 +438,7 @@ def test_auto_says_once_why_it_uses_torch(caplog: pytest.LogCaptureFixture) -> N
     ]
 
 
-def test_a_second_derivative_is_refused_not_dropped() -> None:
+def test_second_derivative_is_refused() -> None:
     operands = Operands.random(3, 4, 7)
     stats = linear_logprobs(operands.hidden, operands.weight, operands.targets)
     with pytest.raises(RuntimeError, match="no second derivative"):
@@ -453,7 +453,7 @@ def test_topk_beyond_the_real_vocabulary_is_refused() -> None:
         linear_logprobs(operands.hidden, operands.weight, operands.targets, topk=8, vocab_size=99)
 
 
-def test_logit_options_are_the_fields_of_the_config() -> None:
+def test_logit_options_equal_the_config_fields() -> None:
     fields = {field.name: field.type for field in dataclasses.fields(LogitConfig)}
     assert fields == {name: annotation.__forward_arg__ for name, annotation in LogitOptions.__annotations__.items()}
     assert LogitConfig.__doc__ is not None
@@ -463,7 +463,7 @@ def test_logit_options_are_the_fields_of_the_config() -> None:
 
 
 @pytest.mark.parametrize("function", ["linear_logprobs", "linear_objective", "linear_logprobs_at"])
-def test_a_value_and_keywords_say_the_same_and_an_unknown_one_is_refused(function: str) -> None:
+def test_options_object_equals_keywords_and_unknown_keyword_is_refused(function: str) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(5, 4, generator=generator), torch.randn(7, 4, generator=generator)
     targets, ids = torch.tensor([0, 6, -100, 3, 2]), torch.tensor([[1], [0], [5], [6], [2]])

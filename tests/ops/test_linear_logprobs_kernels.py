@@ -1,4 +1,4 @@
-"""The Triton backend: its checks through the interpreter where there is no GPU, and bf16 accuracy where there is."""
+"""The Triton backend of the head: checks in the interpreter without a GPU, and bf16 accuracy on a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_kernels_in_the_interpreter() -> None:
 
 
 @pytest.mark.thorough
-def test_kernels_of_one_sweep_in_the_interpreter() -> None:
+def test_single_pass_kernels_in_the_interpreter() -> None:
     interpret_checks(MORE_CHECKS)
 
 
@@ -88,7 +88,7 @@ class TestOnTheGpu:
                 print(f"budget {memory_budget}: gradient of {name} off by {off:.2e}")
                 assert off <= within, f"gradient of {name} is off by {off:.1e} with a budget of {memory_budget}"
 
-    def test_a_known_number_of_targets_changes_no_bit(self) -> None:
+    def test_given_target_count_changes_no_bit(self) -> None:
         for ignored in (False, True):
             operands = self.operands()
             if not ignored:
@@ -108,7 +108,7 @@ class TestOnTheGpu:
             for counted, known in zip(*outputs, strict=True):
                 assert torch.equal(counted, known)
 
-    def test_the_host_waits_once_without_a_count_and_never_with_one(self) -> None:
+    def test_head_synchronises_once_without_target_count_and_never_with_it(self) -> None:
         operands = self.operands()
         count = int((operands.targets != -100).sum())
 

@@ -1,4 +1,4 @@
-"""One sweep equals statistics, objective and backward done one after the other."""
+"""The single-pass objective equals statistics, objective and backward run one after another."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PolicyColumns:
 
 
 def policy_loss(logprob: Tensor, entropy: Tensor | None, columns: PolicyColumns) -> Tensor:
-    """The clipped policy loss with an entropy bonus: what a user would write."""
+    """The clipped policy loss with an entropy bonus, as a user would write it."""
     ratio = (logprob - columns.old_logprobs).exp()
     clipped = ratio.clamp(1 - columns.clip, 1 + columns.clip)
     loss = -torch.minimum(ratio * columns.advantages, clipped * columns.advantages)
@@ -119,8 +119,8 @@ def test_bf16_gradients_are_summed_in_fp32_and_rounded_once(memory_budget: int |
 
 
 @pytest.mark.parametrize("memory_budget", [None, 20_000])
-def test_three_products_a_slab(memory_budget: int | None) -> None:
-    """Logits, dX, dW: nothing is projected again."""
+def test_three_products_per_slab(memory_budget: int | None) -> None:
+    """Logits, dX and dW: no slab is projected twice."""
     operands = Operands.random(40, 8, 300)
     with Watch() as watch:
         result = fused(
@@ -138,7 +138,7 @@ def test_three_products_a_slab(memory_budget: int | None) -> None:
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_a_frozen_operand_costs_no_gemm(frozen: str) -> None:
+def test_frozen_operand_needs_no_gemm(frozen: str) -> None:
     operands = Operands.random(40, 8, 300)
     getattr(operands, frozen).requires_grad_(False)
     with Watch() as watch:
@@ -146,7 +146,7 @@ def test_a_frozen_operand_costs_no_gemm(frozen: str) -> None:
     assert watch.operations == 2 * 40 * 8 * 300
 
 
-def test_without_gradients_it_is_the_statistics() -> None:
+def test_without_gradients_only_statistics_are_computed() -> None:
     operands = Operands.random(10, 4, 23)
     columns = policy_columns(operands)
     call = functools.partial(fused, operands.hidden, operands.weight, operands.targets, policy_loss, columns)
@@ -220,7 +220,7 @@ def test_an_objective_may_ignore_the_logprob() -> None:
         assert all(torch.isfinite(gradient).all() for gradient in gradients)
 
 
-def test_errors_are_sentences() -> None:
+def test_invalid_arguments_give_clear_errors() -> None:
     operands = Operands.random(6, 4, 23)
     call = functools.partial(fused, operands.hidden, operands.weight, operands.targets)
     with pytest.raises(ValueError, match=r"one loss a token, \[6\], but returned \[\].*Leave the sum"):
@@ -250,8 +250,8 @@ def test_an_objective_that_returns_no_tensor_is_refused() -> None:
 
 @pytest.mark.parametrize("ignored", [0, 9])
 @pytest.mark.parametrize("one_sweep", [True, False])
-def test_the_weights_gradient_is_added_to_its_main_grad(one_sweep: bool, ignored: int) -> None:
-    """Times what the loss is multiplied by. The gradient of the hidden states is as without."""
+def test_weight_gradient_is_added_to_main_grad(one_sweep: bool, ignored: int) -> None:
+    """Scaled by the loss's own gradient. The gradient of the hidden states is as without main_grad."""
     gradients = []
     for has_main_grad, is_empty in ((False, False), (True, False), (True, True)):
         operands = Operands.random(9, 5, 23, seed=1)

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel equals one rank, with one collective a call, however many slabs."""
+"""The vocabulary-parallel head equals one rank, with one collective per call for any number of slabs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def shard(group: dist.ProcessGroup, shards: tuple[int, ...]) -> tuple[int, slice
 
 
 def run(group: dist.ProcessGroup, shards: tuple[int, ...], form: str, memory_budget: int | None) -> dict[str, Any]:
-    """One rank's part of the head: its results, its gradients, and the collectives they took."""
+    """Returns one rank's results and gradients of the head, and the collectives used."""
     full_operands = operands()
     rank, rows = shard(group, shards)
     size = len(shards)
@@ -133,7 +133,7 @@ def test_equals_one_rank(
 
 
 @pytest.mark.parametrize("memory_budget", [None, 600, 1])
-def test_one_collective_however_many_slabs(ranks: Ranks, memory_budget: int | None) -> None:
+def test_one_collective_for_any_number_of_slabs(ranks: Ranks, memory_budget: int | None) -> None:
     for answer in ranks(2, run, (20, 17), "replicated", memory_budget):
         assert answer["forward"] == ["all_gather_into_tensor"]
         assert answer["backward"] == ["all_reduce"]  # the sum of hidden's gradient, copy_to_group's own
@@ -154,7 +154,7 @@ def run_ignored(group: dist.ProcessGroup) -> tuple[list[str], Tensor]:
     return calls, stats.logprob.detach()
 
 
-def test_nothing_to_project_needs_no_collective(ranks: Ranks) -> None:
+def test_batch_without_targets_needs_no_collective(ranks: Ranks) -> None:
     for calls, logprob in ranks(2, run_ignored):
         assert calls == []
         assert not logprob.any()
@@ -236,7 +236,7 @@ def half_precision() -> Operands:
 
 
 def fused_head(softcap: float | None) -> dict[str, Any]:
-    """This rank's part of the head on the GPU, and how often its fused kernels ran."""
+    """Runs this rank's shard of the head on the GPU. Returns its results and the number of fused kernel launches."""
     from postlude.ops.kernels import linear_logprobs_fused as fused
 
     full_operands, group = half_precision(), dist.group.WORLD

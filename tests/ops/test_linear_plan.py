@@ -1,4 +1,4 @@
-"""The slab planner covers every logit once, stays within its budget, and lets a frozen operand choose the direction."""
+"""The slab planner covers every logit once, stays within its budget, and uses a frozen operand to save memory."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SIZES = st.builds(
 )
 
 
-def accumulator(plan: Plan, shape: Shape) -> int:
-    """Bytes of the gradient that is summed."""
+def accumulator_bytes(plan: Plan, shape: Shape) -> int:
+    """Returns the bytes of the accumulated gradient."""
     return 4 * shape.hidden * (shape.rows if plan.axis == "vocabulary" else shape.columns)
 
 
-def slab(plan: Plan, shape: Shape) -> int:
-    """Bytes of a slab."""
+def slab_bytes(plan: Plan, shape: Shape) -> int:
+    """Returns the bytes of a slab."""
     rows, columns = plan.largest(shape)
     return rows * columns * shape.logit_bytes
 
@@ -48,13 +48,13 @@ def test_slabs_cover_everything_once_within_the_budget(shape: Shape, budget: int
         plan, summed = plan_statistics(shape, budget), 0
     elif which == "backward":
         plan = plan_gradients(shape, hidden_gradient=True, weight_gradient=True, memory_budget=budget)
-        summed = accumulator(plan, shape)
+        summed = accumulator_bytes(plan, shape)
     else:
         plan = plan_sweep(shape, weight_gradient=True, memory_budget=budget)
-        summed = accumulator(plan, shape) if plan.count(shape) > 1 else 0
+        summed = accumulator_bytes(plan, shape) if plan.count(shape) > 1 else 0
     assert plan.size >= 1
     if budget is not None and plan.size > 1 and budget > summed:
-        assert slab(plan, shape) + summed <= budget
+        assert slab_bytes(plan, shape) + summed <= budget
     if plan.count(shape) <= 2000:
         blocks = list(plan.slabs(shape))
         assert len(blocks) == plan.count(shape)
@@ -66,7 +66,7 @@ def test_slabs_cover_everything_once_within_the_budget(shape: Shape, budget: int
             assert edges[-1] == total or not blocks
 
 
-def test_a_budget_of_one_byte_is_one_column() -> None:
+def test_smallest_budget_gives_one_column_per_slab() -> None:
     assert plan_statistics(Shape(100, 1000, 64), 1).size == 1
     assert plan_gradients(Shape(100, 1000, 64), hidden_gradient=True, weight_gradient=True, memory_budget=1).size == 1
     assert plan_sweep(Shape(100, 1000, 64), weight_gradient=True, memory_budget=1).size == 1
@@ -80,17 +80,17 @@ def test_slabs_are_equal_shares_in_whole_tiles(columns: int, sizes: list[int]) -
 
 @pytest.mark.parametrize(("hidden", "weight", "axis"), [(True, False, "token"), (False, True, "vocabulary")])
 def test_a_frozen_operand_needs_no_accumulator(hidden: bool, weight: bool, axis: str) -> None:
-    """With one gradient wanted, go where it is complete slab by slab, whatever the shape."""
+    """With one gradient, slabs run along the dimension in which it is complete per slab, for any shape."""
     for shape in (Shape(8192, 131_072, 4096), Shape(200_000, 32_000, 4096)):
         assert plan_gradients(shape, hidden_gradient=hidden, weight_gradient=weight).axis == axis
 
 
-def test_the_smaller_accumulator_wins() -> None:
+def test_smaller_accumulator_is_chosen() -> None:
     assert plan_gradients(Shape(8192, 131_072, 4096), hidden_gradient=True, weight_gradient=True).axis == "vocabulary"
     assert plan_gradients(Shape(200_000, 62_080, 2048), hidden_gradient=True, weight_gradient=True).axis == "token"
 
 
-def test_a_weight_in_another_dtype_is_not_copied_whole() -> None:
+def test_weight_in_another_dtype_makes_slabs_run_over_the_vocabulary() -> None:
     shape = Shape(40_000, 32_000, 1024)
     plain = plan_gradients(shape, hidden_gradient=True, weight_gradient=True)
     cast = plan_gradients(shape, hidden_gradient=True, weight_gradient=True, weight_cast=True)
@@ -108,28 +108,28 @@ def test_a_weight_in_another_dtype_is_not_copied_whole() -> None:
 )
 @pytest.mark.parametrize("logit_bytes", [4, 2], ids=["logits", "fused"])
 def test_default_peak_on_a_gpu(rows: int, hidden: int, columns: int, limit: float, logit_bytes: int) -> None:
-    """Slab, accumulator and both bf16 gradients, at the worst moment, fit where a leaner peer would."""
+    """Slab, accumulator and both bf16 gradients together fit within the memory that the leanest peer uses."""
     shape = Shape(rows, columns, hidden, logit_bytes)
     plan = plan_gradients(shape, hidden_gradient=True, weight_gradient=True)
     gradients = {"vocabulary": 2 * rows * hidden, "token": 2 * columns * hidden}
     complete = sum(gradients.values()) - gradients[plan.axis]
-    summed = accumulator(plan, shape)
-    sweeping = complete + summed + slab(plan, shape)
+    summed = accumulator_bytes(plan, shape)
+    sweeping = complete + summed + slab_bytes(plan, shape)
     casting = complete + summed + gradients[plan.axis]
     numbers_a_token = 64 * rows
     assert max(sweeping, casting) + numbers_a_token <= limit * GIB
-    assert slab(plan_statistics(shape), shape) <= max(sweeping, casting)
-    assert slab(plan, shape) >= 64 * MIB
+    assert slab_bytes(plan_statistics(shape), shape) <= max(sweeping, casting)
+    assert slab_bytes(plan, shape) >= 64 * MIB
 
 
-def test_one_sweep_holds_everything_where_it_fits() -> None:
-    """In one slab nothing is summed: no accumulator, and each gradient is written once."""
+def test_single_pass_uses_one_slab_where_it_fits() -> None:
+    """With one slab nothing is accumulated: each gradient is written once."""
     shape = Shape(8192, 131_072, 4096)
     assert plan_sweep(shape, weight_gradient=True).count(shape) == 1
     wide = Shape(32_768, 248_320, 2048)
     plan = plan_sweep(wide, weight_gradient=True)
     assert plan.count(wide) > 1
-    assert slab(plan, wide) + accumulator(plan, wide) <= 4 * GIB
+    assert slab_bytes(plan, wide) + accumulator_bytes(plan, wide) <= 4 * GIB
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_one_sweep_holds_everything_where_it_fits() -> None:
         (262_144, 2048, 248_320),
     ],
 )
-def test_one_sweep_of_codes_is_as_lean_as_the_leanest_peer(rows: int, hidden: int, columns: int) -> None:
+def test_single_pass_with_quantized_logits_uses_no_more_memory_than_liger(rows: int, hidden: int, columns: int) -> None:
     """Liger holds both gradients and a chunk of bf16 logits, a power of two of rows, about as large as hidden."""
     logits = 2 * columns * (1 << (-(-rows // -(-columns // hidden)) - 1).bit_length())
     gradients = 2 * hidden * (rows + columns)
@@ -152,11 +152,11 @@ def test_one_sweep_of_codes_is_as_lean_as_the_leanest_peer(rows: int, hidden: in
     plan, exact = plan_quantized_sweep(shape, weight_gradient=True)
     assert not exact
     numbers_a_token = 64 * rows
-    assert slab(plan, shape) + gradients + numbers_a_token <= 1.2 * (gradients + logits)
+    assert slab_bytes(plan, shape) + gradients + numbers_a_token <= 1.2 * (gradients + logits)
     assert plan.size >= 1024
 
 
-def test_codes_are_summed_exactly_where_there_is_room() -> None:
+def test_quantized_logits_use_fp32_accumulation_where_memory_allows() -> None:
     small = Shape(65_536, 32_000, 1024, 2 + 12 / 256)
     plan, exact = plan_quantized_sweep(small, weight_gradient=True)
     assert plan.count(small) > 1
@@ -179,4 +179,4 @@ def test_codes_are_summed_exactly_where_there_is_room() -> None:
             Shape(65_536, 131_072, 2048, 2.1), weight_gradient=True, memory_budget=budget
         )
         summed = exact * 4 * 131_072 * 2048
-        assert slab(plan, Shape(65_536, 131_072, 2048, 2.1)) + summed <= budget
+        assert slab_bytes(plan, Shape(65_536, 131_072, 2048, 2.1)) + summed <= budget

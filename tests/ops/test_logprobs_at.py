@@ -1,4 +1,4 @@
-"""Log-probs of given ids equal the dense head's, on one rank and with the vocabulary cut over several."""
+"""Log-probs of given ids equal the dense head's, on one rank and with a sharded vocabulary."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_equals_the_dense_head(ranks: Ranks, shards: tuple[int, ...]) -> None:
                 assert off < 1e-5, f"gradient of {name} is off by {off}"
 
 
-def test_few_tokens_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunk_size_does_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     first = run(None, (37,))
     monkeypatch.setattr(logprobs_at, "LOOKUP_ELEMENTS", 2 * K * FEATURES)
     for name, value in run(None, (37,)).items():
@@ -83,7 +83,7 @@ def test_few_tokens_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch) ->
             assert_equal(value, first[name], name, tolerance=1e-6)
 
 
-def test_frozen_parts_and_half_precision() -> None:
+def test_frozen_operands_and_half_precision() -> None:
     full_operands, ids, _ = operands()
     frozen = full_operands.weight.detach()
     _, logprobs = linear_logprobs_at(full_operands.hidden, frozen, full_operands.targets, ids, vocab_size=REAL)
@@ -110,7 +110,7 @@ def test_invalid_arguments_are_refused() -> None:
         )
 
 
-def test_a_promised_count_reads_nothing_back_and_an_id_outside_is_nan() -> None:
+def test_given_count_avoids_synchronisation_and_invalid_id_gives_nan() -> None:
     full_operands, ids, _ = operands()
     count = int((full_operands.targets != -100).sum())
     _, expected = linear_logprobs_at(

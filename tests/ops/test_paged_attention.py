@@ -1,4 +1,4 @@
-"""Attention over pages: its checks through Triton's interpreter where there is no GPU, and bf16 where there is."""
+"""Paged attention: checks in Triton's interpreter without a GPU, and bf16 on a GPU."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def test_kernels_in_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_without_a_gpu_auto_is_torch(dtype: torch.dtype) -> None:
+def test_auto_uses_torch_without_a_gpu(dtype: torch.dtype) -> None:
     tokens, packing = torch.randn(5, 2, 4, dtype=dtype), Packing.from_lengths((3, 2))
     arguments = tokens, torch.rand(5, 2), -torch.rand(2), tokens, tokens, None, packing
     assert torch.equal(ssd(*arguments)[0], ssd(*arguments, backend="torch")[0])
@@ -33,8 +33,8 @@ def test_without_a_gpu_auto_is_torch(dtype: torch.dtype) -> None:
         convolve(tokens[:, 0], tokens[:4, 0], None, packing, backend="triton")
 
 
-def test_sizes_beyond_shared_memory_are_left_to_torch() -> None:
-    """And said, where Triton was asked for."""
+def test_sizes_beyond_shared_memory_use_torch() -> None:
+    """With `backend="triton"` they are refused."""
     x, B = torch.zeros(3, 2, 64), torch.zeros(3, 1, 128)
     assert _refused(x, B, B, last_states=False) == (None, 110_000)
     assert _refused(x, B, B, last_states=True)[0] == "its kernels give no last states"
@@ -119,7 +119,7 @@ class TestOnTheGpu:
         self.compare(("output", "inputs", "kernel", "bias"), results, expected_results, tolerance)
 
     def compare(self, names: tuple[str, ...], actual: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
-        """By norms: of what is off and of what is right."""
+        """Compares the norm of the error with the norm of the reference."""
         off = {
             name: float((tensor.detach().double() - expected_tensor.detach()).norm() / expected_tensor.detach().norm())
             for name, tensor, expected_tensor in zip(names, actual, expected, strict=True)
@@ -127,7 +127,7 @@ class TestOnTheGpu:
         print({name: f"{error:.1e}" for name, error in off.items()})
         assert max(off.values()) <= tolerance, off
 
-    def test_auto_takes_triton_for_half_precision_and_the_same_every_time(self) -> None:
+    def test_auto_uses_triton_for_half_precision_deterministically(self) -> None:
         operands, packing = self.operands(torch.bfloat16, 8, 64, 2, 128), Packing.from_lengths(self.LENGTHS, "cuda")
 
         def once(backend: str) -> list[Tensor]:
@@ -140,7 +140,7 @@ class TestOnTheGpu:
             assert torch.equal(first, second)
             assert not torch.equal(first, torchs)
 
-    def test_the_host_never_waits(self) -> None:
+    def test_kernels_do_not_synchronise(self) -> None:
         operands, packing = self.operands(torch.bfloat16, 8, 64, 2, 128), Packing.from_lengths(self.LENGTHS, "cuda")
         kernel = torch.randn(8 * 64, 4, device="cuda", dtype=torch.bfloat16).requires_grad_()
 

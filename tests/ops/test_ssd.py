@@ -17,7 +17,7 @@ NAMES = ("x", "dt", "A", "B", "C", "D")
 
 
 def inputs(tokens: int, heads=4, width=3, groups=2, states=5, seed=0, strength=1.0, **options) -> list[Tensor]:
-    """As a model has them: most steps are short, some are long, and decays reach from slow to at once."""
+    """Inputs as in a model: most time steps are short, some are long, and decays range from slow to immediate."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -35,7 +35,7 @@ def inputs(tokens: int, heads=4, width=3, groups=2, states=5, seed=0, strength=1
 
 
 def recurrence(x, dt, A, B, C, D, packing: Packing) -> tuple[Tensor, Tensor]:
-    """Token by token; A and D [T, heads] may differ from one to the next."""
+    """Computes token by token; A and D [T, heads] may differ between tokens."""
     share = x.shape[1] // B.shape[1]
     B, C = B.repeat_interleave(share, 1), C.repeat_interleave(share, 1)
     rows, last = [], []
@@ -49,7 +49,7 @@ def recurrence(x, dt, A, B, C, D, packing: Packing) -> tuple[Tensor, Tensor]:
 
 
 def assert_alike(operands: list[Tensor], lengths, chunk: int, tolerance: float = 5e-7, backend: str = "auto") -> None:
-    """Outputs, last states (which Triton's kernels do not give) and every gradient, by the scale of each.
+    """Compares outputs, last states (which Triton's kernels do not return) and every gradient, relative to each scale.
 
     All are sums that may cancel: their scale is that of what is summed, the same with magnitudes.
     """
@@ -97,7 +97,7 @@ def test_equals_the_recurrence_in_float64(lengths, chunk, shape, seed) -> None:
 
 
 @pytest.mark.parametrize("strength", [1e3, 1e5])
-def test_stays_exact_where_decays_are_extreme(strength: float) -> None:
+def test_accurate_for_extreme_decays(strength: float) -> None:
     """A token that forgets everything is followed by ones that forget nothing: sums of logarithms are huge, and what
     matters is a small difference of two of them."""
     operands = inputs(200, seed=3)
@@ -107,14 +107,14 @@ def test_stays_exact_where_decays_are_extreme(strength: float) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 16])
-def test_float64_is_not_rounded_on_its_way(chunk: int) -> None:
+def test_float64_is_computed_in_float64(chunk: int) -> None:
     lengths = (50, 1, 23)
     assert_alike(inputs(sum(lengths), dtype=torch.float64), lengths, chunk, tolerance=1e-13)
 
 
 @pytest.mark.parametrize("room", [1, 3 * 74 * 8, 4 * 74 * 8])
-def test_heads_that_take_turns_give_the_same(monkeypatch, room: int) -> None:
-    """One, three (a part of a group) or four heads (a group) at once."""
+def test_number_of_heads_at_a_time_does_not_change_the_result(monkeypatch, room: int) -> None:
+    """One, three (part of a group) or four heads (a group) at a time."""
     lengths = (50, 1, 23)
     operands, packing = inputs(sum(lengths), heads=8), Packing.from_lengths(lengths)
     expected = ssd(*operands, packing, chunk=8, last_states=True)
@@ -125,7 +125,7 @@ def test_heads_that_take_turns_give_the_same(monkeypatch, room: int) -> None:
     assert_alike(operands, lengths, chunk=8)
 
 
-def test_is_the_same_every_time() -> None:
+def test_scan_is_deterministic() -> None:
     operands, packing = inputs(74), Packing.from_lengths((50, 1, 23))
 
     def once() -> tuple[Tensor, ...]:
@@ -137,7 +137,7 @@ def test_is_the_same_every_time() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_token_by_token_from_the_last_states_equals_the_whole(dtype) -> None:
+def test_decode_steps_from_last_states_equal_the_full_sequence(dtype) -> None:
     x, dt, A, B, C, D = (tensor.detach() for tensor in inputs(20))
     x, B, C = (tensor.to(dtype) for tensor in (x, B, C))
     wide = torch.promote_types(dtype, torch.float32)
@@ -174,7 +174,7 @@ def test_gradients_of_empty_inputs_are_zeros_rather_than_none() -> None:
         ),
     ],
 )
-def test_shapes_that_do_not_belong_together_are_refused(changed, sentence: str) -> None:
+def test_inconsistent_shapes_are_refused(changed, sentence: str) -> None:
     operands = [changed.get(place, tensor) for place, tensor in enumerate(inputs(10))]
     with pytest.raises(ValueError, match=sentence):
         ssd(*operands, Packing.from_lengths([10]))

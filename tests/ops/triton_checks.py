@@ -36,7 +36,7 @@ OPTIONS = {
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("memory_budget", [None, 3000])
 def test_equals_the_dense_head(options: dict[str, Any], bias: bool, memory_budget: int | None) -> None:
-    """A vocabulary that fills no block: columns past its end must not be counted (seen in a peer's kernel)."""
+    """The vocabulary is no multiple of a block: columns past its end must not count (seen in a peer's kernel)."""
     operands = Operands.random(7, 8, 301, bias=bias, device=DEVICE)
     operands.targets %= 290
     operands.targets[3] = -100
@@ -82,7 +82,7 @@ def test_top_k_and_hit_equal_the_torch_backend() -> None:
     assert best.top1.all()
 
 
-def test_not_a_number_is_not_hidden() -> None:
+def test_nan_is_propagated() -> None:
     operands = Operands.random(3, 4, 30, device=DEVICE)
     with torch.no_grad():
         operands.hidden[1, 1] = torch.nan
@@ -105,8 +105,8 @@ def test_masking_with_minus_infinity() -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1, 50, triton_epilogue.SELECTION_BLOCK + 37])
 @pytest.mark.parametrize("per_token", [False, True])
-def test_the_selection_equals_torch(tokens: int, per_token: bool) -> None:
-    """Some targets ignored, some outside the vocabulary, some temperatures not above 0, a shard that starts late."""
+def test_target_selection_equals_torch(tokens: int, per_token: bool) -> None:
+    """Some targets are ignored, some outside the vocabulary, some temperatures not above 0, and a shard starts late."""
     generator = torch.Generator().manual_seed(tokens)
     targets = torch.randint(-3, 40, (tokens,), generator=generator).to(DEVICE)
     temperature = torch.randint(-1, 9, (2 * tokens,), generator=generator).to(DEVICE, torch.float32)[::2]
@@ -127,7 +127,7 @@ def test_the_selection_equals_torch(tokens: int, per_token: bool) -> None:
 @pytest.mark.parametrize("target_count", [3, 4, 5])
 @pytest.mark.parametrize("wrong", [None, "outside", "cold"])
 def test_a_target_count_is_checked_on_the_device(target_count: int, wrong: str | None) -> None:
-    """Four of six have a target. Whatever the count, each entry before it holds a position."""
+    """Four of six tokens have a target. Whatever the count, each entry before it holds a position."""
     targets = torch.tensor([3, 7, 5, 4, 7, 6], device=DEVICE)
     temperature = torch.ones(6, device=DEVICE)
     if wrong == "outside":
@@ -154,7 +154,7 @@ def test_a_target_count_is_checked_on_the_device(target_count: int, wrong: str |
 @pytest.mark.parametrize("requested", ["logprob", "entropy", "lse", "everything"])
 @pytest.mark.parametrize("inner", [None, 0.4])
 def test_results_and_coefficients_equal_torch(requested: str, inner: float | None) -> None:
-    """Upstream gradients with strides of their own, for some of the tokens alone."""
+    """Upstream gradients have their own strides and cover only some of the tokens."""
     count = triton_epilogue.ROW_BLOCK + 5
     generator = torch.Generator().manual_seed(2)
     state = torch.randn(4, count, generator=generator).exp().to(DEVICE)
@@ -180,8 +180,8 @@ def test_results_and_coefficients_equal_torch(requested: str, inner: float | Non
 
 
 @pytest.mark.parametrize("tokens", [slice(0, 5), slice(4, 5)], ids=["some", "one"])
-def test_a_shard_without_the_target_says_so(tokens: slice) -> None:
-    """Whatever the memory held before, whichever launch comes across the target, be it of one tile or of one token."""
+def test_shard_without_the_target_reports_it(tokens: slice) -> None:
+    """For any previous contents of memory, and for launches of one tile or one token."""
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     generator = torch.Generator().manual_seed(3)
     hidden, weight = (torch.randn(size, 16, generator=generator).to(DEVICE, dtype) for size in (5, 300))
@@ -198,7 +198,7 @@ def test_a_shard_without_the_target_says_so(tokens: slice) -> None:
 
 
 def make_slab(columns: int) -> Slab:
-    """Five rows whose targets lie before, in and past the slab, in a buffer with room to the right."""
+    """Returns five rows whose targets lie before, in and past the slab, in a buffer with padding on the right."""
     generator = torch.Generator().manual_seed(1)
     buffer = torch.randn(5, columns + 27, generator=generator).to(DEVICE) * 3
     factor = torch.linspace(0.5, 2, 5, device=DEVICE)
@@ -217,8 +217,8 @@ def make_slab(columns: int) -> Slab:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("columns", [5, 300, 5000])
-def test_the_gradient_in_place_equals_torch(columns: int, dtype: torch.dtype) -> None:
-    """Half precision overwrites products of the same row that the kernel has yet to leave behind."""
+def test_in_place_gradient_equals_torch(columns: int, dtype: torch.dtype) -> None:
+    """Half-precision gradients overwrite logits of the same row that the kernel still has to read."""
     state = empty_state(5, torch.float32, torch.device(DEVICE))
     torch_epilogue.accumulate(make_slab(columns), state, entropy=True)
     running_state = empty_state(5, torch.float32, torch.device(DEVICE))
@@ -261,7 +261,7 @@ def test_objective_equals_the_torch_backend(memory_budget: int | None) -> None:
 
 @pytest.mark.parametrize("factor", [1.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_gradient_is_scaled_in_place(factor: float, dtype: torch.dtype) -> None:
+def test_gradient_is_scaled_in_place(factor: float, dtype: torch.dtype) -> None:
     size = 2 * triton_epilogue.SCALE_BLOCK * triton_epilogue.SCALE_BLOCKS + 5
     tensor = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
     expected = tensor.float() * factor
@@ -269,7 +269,7 @@ def test_a_gradient_is_scaled_in_place(factor: float, dtype: torch.dtype) -> Non
     assert_close(tensor.float(), expected, "scaled", within=1e-6 if dtype == torch.float32 else 2.0**-7)
 
 
-def test_a_target_outside_the_vocabulary_is_written_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_outside_the_vocabulary_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """target_count is larger than the number of targets: uninitialised memory is not read as a target."""
     vocabulary, count, garbage = 300, 4, 320 * 1500 + 7
     memory = torch.zeros(count + 2000, 320, dtype=HALF, device=DEVICE)  # the slab, and what lies behind it

@@ -1,4 +1,4 @@
-"""A look at what torch really does: the largest tensor, the matrix products, and what would wait for a GPU."""
+"""Records what torch does: the largest tensor, the matrix products, and operations that synchronise with a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GEMMS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_}
 
 
 class Watch(TorchDispatchMode):
-    """Records, while active, the storage of every tensor made and the shape of every matrix product."""
+    """Records, while active, the storage of every new tensor and the shape of every matrix product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,12 +34,12 @@ class Watch(TorchDispatchMode):
         return result
 
     def projections(self, features: int) -> int:
-        """Products over the features: slabs of logits."""
+        """Returns the products over the features: slabs of logits."""
         return sum(inner == features for _, inner, _ in self.products)
 
     @property
     def operations(self) -> int:
-        """Multiplications of all matrix products."""
+        """Returns the multiplications of all matrix products."""
         return sum(rows * inner * columns for rows, inner, columns in self.products)
 
 
@@ -50,7 +50,7 @@ READS = {Tensor.tolist, Tensor.numpy, Tensor.cpu}  # on the CPU no operator is c
 
 
 class Waits(TorchFunctionMode):
-    """Records, while active, where postlude asks for what on a GPU would make the host wait for the device."""
+    """Records, while active, where postlude calls an operation that would make the host wait for a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,15 +81,15 @@ class _Operators(TorchDispatchMode):
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
         if (
             name in NUMBERS | SHAPES
-            or (name.startswith("index") and _chooses(args))
+            or (name.startswith("index") and _is_boolean_mask(args))
             or (name == "repeat_interleave" and isinstance(args[-1], Tensor) and kwargs.get("output_size") is None)
         ):
             self.sites.append(_site())
         return func(*args, **kwargs)
 
 
-def _chooses(args: Any) -> bool:
-    """Whether an index picks out what is True."""
+def _is_boolean_mask(args: Any) -> bool:
+    """Returns whether an index is a boolean mask."""
     indices = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else []
     return any(isinstance(index, Tensor) and index.dtype == torch.bool for index in indices)
 
