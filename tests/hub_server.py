@@ -1,4 +1,4 @@
-"""A server on this machine that answers as the Hugging Face Hub does, for repositories given as dicts of files."""
+"""A local server with the Hugging Face Hub's API, for repositories given as dicts of files."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def serve_hub(repos: Mapping[tuple[str, str], Mapping[str, bytes]]) -> Iterator[
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path, *, offline: bool = False) -> None:
-    """Sets what HF_ENDPOINT, HF_HUB_CACHE and HF_HUB_OFFLINE set, which the library reads when it is imported."""
+    """Sets the values of HF_ENDPOINT, HF_HUB_CACHE and HF_HUB_OFFLINE, which the library reads at import."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", url)

@@ -1,4 +1,4 @@
-"""Meshes of the long-lived ranks, made once a layout, and the check of a case on them."""
+"""Meshes of the test ranks, made once per layout, and the comparison of a case on them."""
 
 from __future__ import annotations
 

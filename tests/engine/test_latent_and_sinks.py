@@ -13,7 +13,7 @@ from postlude import Layout, ModelConfig, Pattern
 from postlude.model.blocks import AttentionConfig, LatentAttentionConfig, MLPConfig, MoEConfig, SlidingAttentionConfig
 from postlude.verify.cases import Case
 from tests.engine.training import bitwise_equal, build, weights
-from tests.hf.families import CONFIGS, saved
+from tests.hf.families import CONFIGS, saved_model
 from tests.meshes import verify
 
 HEADS = {"heads": 4, "kv_heads": 2, "head_dim": 6, "sinks": True, "qkv_bias": True, "output_bias": True}
@@ -77,7 +77,7 @@ def test_loaded_weights_are_streamed_to_the_bit(ranks: Any, name: str, layout: s
     config = CONFIGS[name]()
     if name == "gpt_oss":
         config.num_local_experts = 6
-    saved(config, tmp_path)
+    saved_model(config, tmp_path)
     expected = load_file(tmp_path / "model.safetensors")
     for actual in ranks(2, streamed, layout, str(tmp_path)):
         assert bitwise_equal(dict(sorted(actual.items())), dict(sorted(expected.items())))

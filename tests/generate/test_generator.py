@@ -14,7 +14,7 @@ from postlude.generate.generator import Generator
 from postlude.generate.protocol import Completion, RolloutEngine
 from postlude.generate.sampling_params import SamplingParams
 from postlude.model import LanguageModel
-from tests.hf.families import CONFIGS, saved
+from tests.hf.families import CONFIGS, saved_model
 
 LENGTHS = (7, 1, 13, 2, 19, 10)
 END = 2
@@ -70,7 +70,7 @@ def families() -> list[Any]:
 @pytest.mark.parametrize("name", families())
 @pytest.mark.slow
 def test_greedy_equals_transformers(name: str, tmp_path) -> None:
-    hf_model = saved(CONFIGS[name](), tmp_path)
+    hf_model = saved_model(CONFIGS[name](), tmp_path)
     prompt_list = prompts(hf_model.config.vocab_size)
     # Three at a time, so that prompts join while others are half way.
     generator = Generator(load_model(tmp_path), eos_tokens=(END,), max_sequences=3)
@@ -90,7 +90,7 @@ def test_greedy_equals_transformers(name: str, tmp_path) -> None:
 @pytest.mark.slow
 def test_logprobs_equal_a_forward_of_the_whole_completion(name: str, temperature: float, tmp_path) -> None:
     if name in CONFIGS:
-        saved(CONFIGS[name](), tmp_path)
+        saved_model(CONFIGS[name](), tmp_path)
     model = load_model(tmp_path if name in CONFIGS else name)
     prompt_list = prompts(model.config.vocab_size)
     generator = Generator(model, max_sequences=5)

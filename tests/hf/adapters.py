@@ -19,14 +19,14 @@ Pair = tuple[Tensor, Tensor]
 
 
 def small_model(name: str) -> tuple[Family, ModelConfig]:
-    """A family, and one of its small models."""
+    """Returns a family and one of its small models."""
     hf = CONFIGS[name]()
     family = FAMILIES[hf.model_type]
     return family, family.to_model(hf)
 
 
 def random_adapters(config: ModelConfig, configs: Mapping[str, AdapterConfig], seed: int = 0) -> dict[str, Pair]:
-    """A and B of every adapted layer."""
+    """Returns random A and B of every adapted layer."""
     generator, layers = torch.Generator().manual_seed(seed), linear_layers(config, BLOCKS)
     adapters = {}
     for name, adapter in configs.items():

@@ -1,4 +1,4 @@
-"""Small, oddly shaped models of families with latent attention or sinks."""
+"""Small models with odd sizes of families with latent attention or sinks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small, oddly shaped models of every family, in pairs: transformers' and ours."""
+"""Small models with odd sizes of every family, in pairs: transformers' and ours."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ FORWARD_ALONE: dict[str, Callable[[], PretrainedConfig]] = {
 
 
 def transformers_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """A model whose every parameter is random and large enough to matter, norms and biases included."""
+    """Returns a model with every parameter random and large enough to matter, including norms and biases."""
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     randomise(model, seed)
     return model.eval()
@@ -305,7 +305,7 @@ def transformers_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedMod
 
 @torch.no_grad()
 def randomise(model: PreTrainedModel, seed: int) -> None:
-    """Every parameter around its first value: one or zero of norms, by what is stored of them, and zero of the rest."""
+    """Randomises every parameter around its initial value: one or zero for norms, as stored, and zero for the rest."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         parameter.normal_(float(parameter.mean()) if "norm" in name else 0.0, 0.2, generator=generator)
@@ -314,8 +314,8 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
             buffer.normal_(0.0, 0.2, generator=generator)
 
 
-def saved(config: PretrainedConfig, directory: Path, seed: int = 0) -> PreTrainedModel:
-    """The same model, also written to `directory`."""
+def saved_model(config: PretrainedConfig, directory: Path, seed: int = 0) -> PreTrainedModel:
+    """Returns the same model, also written to `directory`."""
     model = transformers_model(config, seed)
     model.save_pretrained(directory)
     return model

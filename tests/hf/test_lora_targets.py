@@ -1,4 +1,4 @@
-"""Which layers a LoRA's targets name, and the adapter of each."""
+"""Which layers LoRA targets select, and the adapter of each."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ DELTA = {f"gated_delta.{name}_proj" for name in "qkvzba"}
         ("granitemoehybrid", "shared_mlp.input_linear", SHARED - {"moe.shared.down_proj"}),
     ],
 )
-def test_targets_name_layers_as_hugging_face_does(name, targets, layers):
+def test_targets_accept_hugging_face_layer_names(name, targets, layers):
     assert leaves(adapted(name, targets)) == layers
 
 
-def test_a_full_name_is_one_layer():
+def test_full_name_selects_one_layer():
     assert list(adapted("qwen3", "model.layers.1.self_attn.q_proj")) == ["layers.1.attention.q_proj"]
 
 
-def test_every_stage_and_depth_is_adapted_by_our_names_without_a_family():
+def test_targets_without_a_family_use_postlude_names():
     configs = adapter_configs(LoRA(targets="all"), tiny_hybrid(), None)
     assert {name.rpartition(".")[0] for name in configs} == {
         *("layers.0.mamba", "layers.0.mlp", "layers.1.gated_delta", "layers.1.mlp", "layers.2.attention"),
@@ -76,7 +76,7 @@ def test_every_stage_and_depth_is_adapted_by_our_names_without_a_family():
     assert list(adapter_configs(LoRA(targets="mtp.0.proj"), tiny_hybrid(), None)) == ["mtp.0.proj"]
 
 
-def test_the_most_specific_rank_and_alpha_count():
+def test_most_specific_rank_and_alpha_take_precedence():
     ranks = {"all": 2, "attention": 3, "q_proj": 4, "0.self_attn.q_proj": 5}
     configs = adapted("qwen3", "all", alpha=6.0, ranks=ranks, alphas={"v_proj": 12})
     assert configs["layers.0.mlp.up_proj"] == AdapterConfig(2, 3.0)
@@ -86,7 +86,7 @@ def test_the_most_specific_rank_and_alpha_count():
     assert configs["layers.0.attention.q_proj"] == AdapterConfig(5, 1.2)
 
 
-def test_experts_share_what_the_setting_says():
+def test_expert_adapters_are_shared_as_configured():
     outer = {name.rpartition(".")[2]: config.shared for name, config in adapted("qwen3_moe", "experts").items()}
     assert outer == {"gate_proj": "a", "up_proj": "a", "down_proj": "b"}
     assert {config.shared for config in adapted("qwen3_moe", "experts", experts="per_expert").values()} == {""}
@@ -113,6 +113,6 @@ def test_experts_share_what_the_setting_says():
         ("qwen3_moe", {"targets": "all", "ranks": {"experts.up_proj": 2}}, "give them the same rank"),
     ],
 )
-def test_a_name_that_cannot_be_adapted_is_refused(name, settings, message):
+def test_target_that_cannot_be_adapted_is_refused(name, settings, message):
     with pytest.raises(ValueError, match=message):
         adapted(name, **settings)

@@ -1,4 +1,4 @@
-"""`postlude convert ADAPTER BASE DST`: the merged model is peft's, rounded once, and wrong adapters are refused."""
+"""`postlude convert ADAPTER BASE DST`: the merged model equals peft's, rounded once; invalid adapters are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def convert(directory: Path, *words: str) -> int:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_merged_model_is_that_of_peft(name: str, tmp_path: Path, capsys: Any) -> None:
+def test_merged_model_equals_peft(name: str, tmp_path: Path, capsys: Any) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
@@ -74,7 +74,7 @@ def test_a_bf16_base_is_merged_in_fp32_and_rounded_once(tmp_path: Path) -> None:
         assert torch.equal(rounded[name], tensor.to(torch.bfloat16)), name
 
 
-def test_a_checkpoint_of_a_run_is_merged_into_its_base_only(tmp_path: Path, capsys: Any) -> None:
+def test_run_checkpoint_merges_into_its_own_base_only(tmp_path: Path, capsys: Any) -> None:
     from tests.engine.training import batch, policy
 
     peft = pytest.importorskip("peft")
@@ -113,7 +113,7 @@ def test_a_checkpoint_of_a_run_is_merged_into_its_base_only(tmp_path: Path, caps
     assert "is an adapter, which has no weights of a model: give its base too" in capsys.readouterr().err
 
 
-def test_an_adapter_that_does_not_fit_is_refused_and_nothing_is_written(tmp_path: Path, capsys: Any) -> None:
+def test_adapter_that_does_not_fit_is_refused_without_output(tmp_path: Path, capsys: Any) -> None:
     make("qwen3", tmp_path, lora=LoRA(rank=2, targets="q_proj,k_proj"))
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     adapter_tensors = load_file(file)

@@ -1,4 +1,4 @@
-"""Multi-token prediction as it is published: read, computed as its authors do, and written back to the bit."""
+"""Published multi-token prediction: read, computed as its authors do, and written back bit-exact."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from postlude.hf.load import check_weights
 from postlude.hf.read_model import read_model, read_model_with_mtp, read_recast_plan
 from postlude.model import OutputInputs
 from tests.equality import assert_equal
-from tests.hf.families import CONFIGS, saved
+from tests.hf.families import CONFIGS, saved_model
 from tests.hf.published import FILE, publish, save
 
 LENGTHS = (7, 3, 11)
@@ -45,7 +45,7 @@ def sequences(vocabulary: int) -> list[Tensor]:
 
 
 def depth_logits(model: LanguageModel, batch: list[Tensor]) -> list[list[Tensor]]:
-    """By sequence and depth: what packed sequences give where there is a token so far ahead."""
+    """Returns logits by sequence and depth at positions with a token that far ahead, from packed sequences."""
     count = len(model.config.pattern.mtp)
     (microbatch,) = pack(batch, budget=64, depths=count)
 
@@ -67,7 +67,9 @@ def depth_logits(model: LanguageModel, batch: list[Tensor]) -> list[list[Tensor]
 
 
 @pytest.mark.parametrize(("name", "depths"), CASES)
-def test_depths_are_what_their_authors_compute_and_come_back_to_the_bit(name: str, depths: int, tmp_path: Path) -> None:
+def test_depths_equal_the_published_computation_and_round_trip_bit_exactly(
+    name: str, depths: int, tmp_path: Path
+) -> None:
     source = publish(name, tmp_path / "published", depths, mixers=MIXERS.get(name, ("full_attention", "moe")))
     model = load_model(source.directory, mtp=True)
     assert len(model.config.pattern.mtp) == depths
@@ -119,7 +121,7 @@ def test_an_incomplete_mtp_depth_is_refused(name: str, missing: str, tmp_path: P
     assert check_weights(depths) == len(tensors)
 
 
-def test_an_incomplete_depth_is_not_replaced_by_a_new_one(tmp_path: Path) -> None:
+def test_incomplete_depth_is_not_replaced_by_random_weights(tmp_path: Path) -> None:
     source = publish("qwen3_next", tmp_path)
     tensors = load_file(source.directory / FILE)
     save(source.directory, {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.layers")})
@@ -130,7 +132,7 @@ def test_an_incomplete_depth_is_not_replaced_by_a_new_one(tmp_path: Path) -> Non
         load_model(source.directory, mtp=True)
 
 
-def test_copies_of_embedding_and_head_may_be_missing_and_differing_ones_warn(tmp_path: Path) -> None:
+def test_embedding_and_head_copies_may_be_missing_and_warn_if_different(tmp_path: Path) -> None:
     source = publish("glm4_moe", tmp_path / "published")
     tensors = load_file(source.directory / FILE)
     copies = ("model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight")
@@ -147,8 +149,8 @@ def test_copies_of_embedding_and_head_may_be_missing_and_differing_ones_warn(tmp
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5_text", "nemotron_h"])
-def test_fresh_depths_like_the_family_s_are_written_by_its_names(name: str, tmp_path: Path) -> None:
-    saved(CONFIGS[name](), tmp_path / "plain")
+def test_new_depths_of_the_family_kind_use_its_names(name: str, tmp_path: Path) -> None:
+    saved_model(CONFIGS[name](), tmp_path / "plain")
     plain, family = load_model(tmp_path / "plain", mtp=True), FAMILIES[CONFIGS[name]().model_type]
     assert not plain.config.pattern.mtp  # whatever the config says, the files hold none
     source = Recast(tmp_path / "plain", family.with_mtp(plain.config, 1).pattern)
@@ -163,7 +165,7 @@ def test_fresh_depths_like_the_family_s_are_written_by_its_names(name: str, tmp_
     assert all(torch.equal(tensor, reloaded.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 
-def test_depths_that_the_family_has_no_names_for_are_postlude_s_own(tmp_path: Path) -> None:
+def test_depths_unknown_to_the_family_use_postlude_names(tmp_path: Path) -> None:
     source = publish("qwen3_next", tmp_path / "published")
     pattern = read_model_with_mtp(source.directory)[1].pattern
     recast = Recast(source.directory, f"{pattern}/[*E]")
@@ -181,7 +183,7 @@ def test_depths_that_the_family_has_no_names_for_are_postlude_s_own(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
-def test_transformers_own_loader_finds_what_is_exported(name: str, tmp_path: Path) -> None:
+def test_transformers_loads_the_export(name: str, tmp_path: Path) -> None:
     layers = pytest.importorskip("transformers.modeling_layers")
     if not hasattr(layers, "MtpModel"):
         pytest.skip("this transformers has no multi-token prediction")
@@ -208,7 +210,7 @@ def test_transformers_own_loader_finds_what_is_exported(name: str, tmp_path: Pat
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-token prediction")
-def test_the_commands_show_and_keep_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_show_and_keep_mtp_depths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = publish("nemotron_h-latent", tmp_path / "published")
     assert main(["info", str(source.directory)]) == 0
     assert "mtp      ME*/*E, where mtp is on" in capsys.readouterr().out

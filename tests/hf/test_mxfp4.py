@@ -1,4 +1,4 @@
-"""GPT-OSS's MXFP4 files are read as the bf16 weights that transformers makes of them."""
+"""GPT-OSS's MXFP4 files are read as the bf16 weights that transformers dequantises."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from postlude import export_hf, load_model
 from postlude.hf.load import check_weights
 from postlude.hf.mxfp4 import dequantise
 from tests.hf.attention_families import SINKS
-from tests.hf.families import saved
+from tests.hf.families import saved_model
 
 CONFIG = GptOssConfig(
     **SINKS | {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2},
@@ -27,8 +27,8 @@ CONFIG = GptOssConfig(
 )
 
 
-def packed(experts: int, out: int, width: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Random bytes; every exponent that leaves bf16 finite, the extremes among them."""
+def packed_blocks(experts: int, out: int, width: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Returns random bytes with every exponent that is finite in bf16, including the extremes."""
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.randint(256, (experts, out, width // 32, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(252, (experts, out, width // 32), generator=generator, dtype=torch.uint8)
@@ -36,8 +36,8 @@ def packed(experts: int, out: int, width: int, seed: int = 0) -> tuple[Tensor, T
     return blocks, scales
 
 
-def test_every_byte_and_exponent_stands_for_what_transformers_says() -> None:
-    blocks, scales = packed(3, 50, 320)
+def test_dequantisation_equals_transformers_for_every_byte_and_exponent() -> None:
+    blocks, scales = packed_blocks(3, 50, 320)
     assert blocks.unique().numel() == 256
     assert scales.unique().numel() > 200
     dequantised = dequantise(blocks, scales)
@@ -48,14 +48,14 @@ def test_every_byte_and_exponent_stands_for_what_transformers_says() -> None:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A model as OpenAI publishes it: its experts packed, the rest in bf16."""
+    """A model as OpenAI publishes it: packed experts, the rest in bf16."""
     directory = tmp_path / "packed"
-    saved(CONFIG, directory)
+    saved_model(CONFIG, directory)
     file = directory / "model.safetensors"
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
     for seed, name in enumerate([name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]):
         experts, width, out = tensors.pop(name).shape
-        blocks, scales = packed(experts, out, width, seed)
+        blocks, scales = packed_blocks(experts, out, width, seed)
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": (scales % 12) + 117}  # numbers of a weight's size
     save_file(tensors, file, metadata={"format": "pt"})
     settings = json.loads((directory / "config.json").read_text())
@@ -84,7 +84,7 @@ def test_packed_files_are_loaded_and_exported_unpacked(directory: Path, tmp_path
     )
 
 
-def test_a_scale_without_its_block_is_missed_by_name(directory: Path) -> None:
+def test_error_names_a_missing_block(directory: Path) -> None:
     file = directory / "model.safetensors"
     tensors = load_file(file)
     del tensors["model.layers.1.mlp.experts.down_proj_scales"]

@@ -1,4 +1,4 @@
-"""Every family equals transformers: logits, loss and every parameter's gradient, on packed unequal sequences."""
+"""Every family equals transformers: logits, loss and all gradients, on packed sequences of unequal length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from postlude.hf.families import FAMILIES
 from postlude.hf.family import map_to_hf
 from postlude.hf.tensor_sources import as_stored
 from tests.equality import TOLERANCE, assert_equal
-from tests.hf.families import CONFIGS, FORWARD_ALONE, saved
+from tests.hf.families import CONFIGS, FORWARD_ALONE, saved_model
 
 LENGTHS = (7, 1, 13, 2, 19, 10)
 # What decays and time steps are made of has one number a head, whose gradient is a sum over all tokens and all states
@@ -26,8 +26,8 @@ def sequences(vocabulary: int, seed: int = 1) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *FORWARD_ALONE])
-def test_packed_model_equals_transformers_one_sequence_at_a_time(name: str, tmp_path) -> None:
-    hf_model = saved({**CONFIGS, **FORWARD_ALONE}[name](), tmp_path)
+def test_packed_model_equals_transformers_on_each_sequence(name: str, tmp_path) -> None:
+    hf_model = saved_model({**CONFIGS, **FORWARD_ALONE}[name](), tmp_path)
     model = load_model(tmp_path)
     batch = sequences(hf_model.config.vocab_size)
     microbatches = pack(batch, budget=32)

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's files: round trips, refusals, and the real peft."""
+"""Adapters in PEFT's file format: round trips, refusals, and peft itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from postlude.hf.peft import base_entries, read_adapter, to_peft, write_adapter
 from postlude.hf.read_peft import from_peft
 from postlude.lora import AdapterConfig, LoRA
 from tests.hf.adapters import Pair, random_adapters, small_model
-from tests.hf.families import CONFIGS, saved
+from tests.hf.families import CONFIGS, saved_model
 
 FAMILIES = [
     "llama-biases",
@@ -34,7 +34,7 @@ FAMILIES = [
 
 @pytest.mark.parametrize("experts", ["shared_outer", "per_expert"])
 @pytest.mark.parametrize("name", [*FAMILIES, "nemotron_h-latent", "qwen3_5_moe_text", "mamba2"])
-def test_written_and_read_adapters_are_the_same_bits(name, experts, tmp_path):
+def test_adapters_round_trip_bit_exactly(name, experts, tmp_path):
     family, config = small_model(name)
     configs = adapter_configs(LoRA(rank=3, alpha=5, experts=experts), config, family)
     adapters = random_adapters(config, configs)
@@ -52,7 +52,7 @@ def test_written_and_read_adapters_are_the_same_bits(name, experts, tmp_path):
     assert all(torch.equal(written_again[1][key], tensor) for key, tensor in written[1].items())
 
 
-def test_the_revision_of_a_base_is_an_entry_of_its_own(tmp_path):
+def test_base_model_revision_is_stored_separately(tmp_path):
     assert base_entries("org/base@v2") == {"base_model_name_or_path": "org/base", "revision": "v2"}
     directory = tmp_path / "base@v2"
     directory.mkdir()
@@ -76,7 +76,7 @@ def test_router_embedding_and_head_are_written_and_read(name, tmp_path):
 
 
 @pytest.mark.parametrize("separate", [False, True])
-def test_experts_are_read_stacked_and_one_by_one(separate):
+def test_stacked_and_separate_experts_are_read(separate):
     family, config = small_model("nemotron_h")
     configs = adapter_configs(LoRA(rank=2, targets="experts"), config, family)
     adapters = random_adapters(config, configs)
@@ -89,7 +89,7 @@ def test_experts_are_read_stacked_and_one_by_one(separate):
     )
 
 
-def test_ranks_that_differ_are_written_so_that_every_scale_stays():
+def test_different_ranks_are_written_with_their_scales():
     family, config = small_model("deepseek_v3")
     ranks = {"experts": 2, "experts.down_proj": 5, "q_b_proj": 1, "1.mlp.shared_experts.up_proj": 6}
     lora = LoRA(rank=3, alpha=7, rslora=True, ranks=ranks, alphas={"mlp": 11})
@@ -97,7 +97,7 @@ def test_ranks_that_differ_are_written_so_that_every_scale_stays():
     assert from_peft(*to_peft(random_adapters(config, configs), configs, config, family), config, family)[0] == configs
 
 
-def test_an_adapter_of_rank_r_on_a_fused_module_gives_each_layer_its_rows():
+def test_adapter_of_a_fused_module_is_split_by_rows():
     family, config = small_model("nemotron_h")
     lora = LoRA(rank=4, alpha=8, targets="in_proj")
     configs = adapter_configs(lora, config, family)
@@ -140,7 +140,7 @@ def test_an_adapter_that_cannot_be_read_is_refused(change, rename, message):
         from_peft(adapter_config | change, renamed, config, family)
 
 
-def test_missing_experts_and_sides_and_files_are_refused(tmp_path):
+def test_missing_experts_matrices_and_files_are_refused(tmp_path):
     family, config = small_model("qwen3_moe")
     configs = adapter_configs(LoRA(rank=2, targets="experts"), config, family)
     adapter_config, tensors = to_peft(random_adapters(config, configs), configs, config, family)
@@ -165,7 +165,7 @@ def test_missing_experts_and_sides_and_files_are_refused(tmp_path):
         ("adapter_config.json", b"[]", r"adapter_config\.json holds a JSON list, but a config is an object"),
     ],
 )
-def test_damaged_files_of_an_adapter_are_named(tmp_path, file, content, message):
+def test_error_names_damaged_adapter_files(tmp_path, file, content, message):
     write_adapter(tmp_path, {"r": 1}, {"a": torch.zeros(2)})
     (tmp_path / file).write_bytes(content)
     with pytest.raises(ValueError, match=message):
@@ -178,7 +178,7 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}  # logits of about 10, in fp32
 
 @torch.no_grad()
 def merged_logits(base: Path, configs: Mapping[str, AdapterConfig], adapters: Mapping[str, Pair]) -> Tensor:
-    """Transformers' logits of the model with W + scale · B · A for every weight, by way of our export."""
+    """Returns transformers' logits of our exported model with W + scale · B · A for every weight."""
     model = load_model(base)
     for name, (a, b) in adapters.items():
         model.get_submodule(name).weight += configs[name].scale * (b @ a)
@@ -207,10 +207,10 @@ DIFFERENT_LAYERS = {"rank": 4, "ranks": {"1.mlp.experts": 2, "experts.down_proj"
     ],
 )
 @torch.no_grad()
-def test_peft_computes_what_the_adapter_says(name, settings, tmp_path):
+def test_peft_logits_equal_the_merged_model(name, settings, tmp_path):
     peft = pytest.importorskip("peft")
     family, config = small_model(name)
-    hf_model = saved(CONFIGS[name](), tmp_path / "base")
+    hf_model = saved_model(CONFIGS[name](), tmp_path / "base")
     plain = hf_model(TOKENS).logits
     configs = adapter_configs(LoRA(**settings), config, family)
     adapters = random_adapters(config, configs)
@@ -240,10 +240,10 @@ def test_peft_computes_what_the_adapter_says(name, settings, tmp_path):
     ],
 )
 @torch.no_grad()
-def test_an_adapter_that_peft_made_is_read(name, settings, tmp_path):
+def test_adapter_written_by_peft_is_read(name, settings, tmp_path):
     peft = pytest.importorskip("peft")
     family, config = small_model(name)
-    hf_model = saved(CONFIGS[name](), tmp_path / "base")
+    hf_model = saved_model(CONFIGS[name](), tmp_path / "base")
     torch.manual_seed(0)
     adapter = peft.LoraConfig(r=4, lora_alpha=9, init_lora_weights=False, task_type="CAUSAL_LM", **settings)
     model = peft.get_peft_model(hf_model, adapter).eval()
@@ -252,7 +252,7 @@ def test_an_adapter_that_peft_made_is_read(name, settings, tmp_path):
     torch.testing.assert_close(model(TOKENS).logits, merged_logits(tmp_path / "base", configs, adapters), **TOLERANCE)
 
 
-def test_depths_of_multi_token_prediction_are_in_the_file():
+def test_mtp_depths_are_in_the_file():
     family, config = small_model("deepseek_v3")
     config = family.with_mtp(config, 1)
     configs = adapter_configs(LoRA(rank=2), config, family)
@@ -265,7 +265,7 @@ def test_depths_of_multi_token_prediction_are_in_the_file():
     assert from_peft(adapter_config, tensors, config, family)[0] == trunk
 
 
-def test_without_a_family_the_file_has_our_names():
+def test_file_without_a_family_has_postlude_names():
     config = tiny_hybrid()
     configs = adapter_configs(LoRA(rank=2), config, None)
     adapters = random_adapters(config, configs)

@@ -1,4 +1,4 @@
-"""The text model inside a Qwen3.5 that sees: read as published, equal to the whole on text, exported as itself."""
+"""The text model of a Qwen3.5 vision-language model: read as published, equal on text, and exported as itself."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODELS: dict[str, Any] = {
 
 @pytest.mark.filterwarnings("ignore:1 tensor")  # of multi-token prediction
 @pytest.mark.parametrize(("kind", "tied"), [("dense", True), ("moe", False)])
-def test_the_text_model_of_a_vision_language_model(kind: str, tied: bool, tmp_path: Path) -> None:
+def test_text_model_equals_the_vision_language_model(kind: str, tied: bool, tmp_path: Path) -> None:
     config, model, text = MODELS[kind]
     text = {key: value for key, value in text.items() if kind == "dense" or key != "intermediate_size"}
     hf_model = model(config(text_config=text, vision_config=VISION, tie_word_embeddings=tied)).eval()
@@ -72,7 +72,7 @@ def test_the_text_model_of_a_vision_language_model(kind: str, tied: bool, tmp_pa
 @pytest.mark.filterwarnings("ignore:.*vision")
 @pytest.mark.parametrize(("kind", "stacked"), [("dense", True), ("moe", True), ("moe", False)])
 def test_mtp_of_a_vision_language_model(kind: str, stacked: bool, tmp_path: Path) -> None:
-    """Experts of multi-token prediction are published stacked and one by one; a server is given them stacked."""
+    """MTP experts are published stacked and separately; a server gets them stacked."""
     config, model, text = MODELS[kind]
     text = {key: value for key, value in text.items() if kind == "dense" or key != "intermediate_size"}
     hf_model = model(config(text_config=text, vision_config=VISION)).eval()
@@ -101,7 +101,7 @@ def test_mtp_of_a_vision_language_model(kind: str, stacked: bool, tmp_path: Path
 
 
 def stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors, where experts of a layer are one, each one's gate before its up."""
+    """Returns the same tensors with the experts of a layer stacked, each expert's gate before its up."""
     fused_tensors = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     stem = "mtp.layers.0.mlp.experts"
     count = len(tensors) - len(fused_tensors)

@@ -1,4 +1,4 @@
-"""One model under several patterns: what stays is the same to the bit, what is fresh is listed, and files come back."""
+"""One model under several patterns: kept tensors are bit-exact, new ones are listed, and round trips restore files."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def llama(tmp_path: Path) -> Path:
     return export_hf(load_model(LLAMA, seed=4), tmp_path / "llama")
 
 
-def by_place(model: LanguageModel) -> dict[str, Tensor]:
-    """A model's tensors, those in the trunk by their block's physical place: layers.3.q_proj.weight."""
+def by_block_position(model: LanguageModel) -> dict[str, Tensor]:
+    """Returns a model's tensors; those of the trunk by their block's position: layers.3.q_proj.weight."""
     names = {}
     for name, tensor in model.state_dict().items():
         room, *name_parts = name.split(".")
@@ -77,10 +77,12 @@ def bitwise_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     ("pattern", "names_stay"),
     [("[*-]{2}", True), ("[*-]|[*-]", True), ("*-*-", False), ("[*-]*-", False), ("*-[*-]", False), ("*|-*-", False)],
 )
-def test_another_grouping_holds_the_same_tensors_by_their_places(llama: Path, pattern: str, names_stay: bool) -> None:
+def test_regrouped_pattern_has_the_same_tensors_at_the_same_positions(
+    llama: Path, pattern: str, names_stay: bool
+) -> None:
     transformer, regrouped = load_model(llama), load_model(Recast(llama, pattern))
     assert regrouped.config.pattern == Pattern.parse(pattern)
-    assert bitwise_equal(by_place(regrouped), by_place(transformer))
+    assert bitwise_equal(by_block_position(regrouped), by_block_position(transformer))
     microbatch = small_microbatch()
     assert torch.equal(regrouped(microbatch), transformer(microbatch))
     moved = read_recast_plan(Recast(llama, pattern))
@@ -103,8 +105,8 @@ def test_a_model_in_postludes_format_round_trips_bit_exactly(llama: Path, tmp_pa
     assert read_generation_config(directory) == {"eos_token_id": 2}
 
 
-def test_there_and_back_is_the_directory_it_was(llama: Path, tmp_path: Path) -> None:
-    """Ungrouped, a Llama is none any more; grouped again, it is."""
+def test_ungrouping_and_regrouping_restores_the_directory(llama: Path, tmp_path: Path) -> None:
+    """Ungrouped it is no Llama; grouped again it is."""
     own_export = export_model(load_model(Recast(llama, "*-*-")), tmp_path / "own")
     assert read_model(own_export)[0] is None
     source = Recast(own_export, "[*-]{2}")
@@ -120,12 +122,14 @@ def test_there_and_back_is_the_directory_it_was(llama: Path, tmp_path: Path) -> 
         export_hf(load_model(own_export), tmp_path / "none")
 
 
-def test_a_source_without_weights_draws_them_by_its_own_names() -> None:
-    assert bitwise_equal(by_place(load_model(Recast(LLAMA, "*-*-"), seed=3)), by_place(load_model(LLAMA, seed=3)))
+def test_source_without_weights_initialises_by_its_own_names() -> None:
+    assert bitwise_equal(
+        by_block_position(load_model(Recast(LLAMA, "*-*-"), seed=3)), by_block_position(load_model(LLAMA, seed=3))
+    )
 
 
 def regrouped(pattern: Pattern) -> Pattern:
-    """Every block a layer of its own; or, where they are, the first two that can be as one."""
+    """Returns each block as a layer, or merges the first two that can be merged."""
     blocks = list(pattern.blocks)
     if tuple(blocks) == pattern.layers:
         first = next(place for place, block in enumerate(blocks) if block not in TERMINAL)
@@ -135,7 +139,7 @@ def regrouped(pattern: Pattern) -> Pattern:
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.slow
-def test_every_family_is_one_again_after_another_grouping(name: str, tmp_path: Path) -> None:
+def test_every_family_round_trips_through_another_grouping(name: str, tmp_path: Path) -> None:
     family, config = read_model(CONFIGS[name]())
     other_pattern = regrouped(config.pattern)
     assert other_pattern != config.pattern
@@ -164,7 +168,7 @@ class TestReplaced:
             ),
         ],
     )
-    def test_blocks_that_stay_are_the_same_and_others_are_listed_and_drawn(
+    def test_kept_blocks_are_equal_and_new_ones_are_listed_and_initialised(
         self, llama: Path, pattern: str, blocks: dict, fresh: tuple, dropped: tuple
     ) -> None:
         source = Recast(llama, pattern, blocks)
@@ -186,13 +190,13 @@ class TestReplaced:
         anew = load_model(read_model(source)[1], seed=1).state_dict()
         assert all(torch.equal(first_seed[name], anew[name]) for name in moved.new_tensors), "as a fresh model has them"
 
-    def test_a_window_changes_no_tensor(self, llama: Path) -> None:
+    def test_changing_the_window_changes_no_tensor(self, llama: Path) -> None:
         source = Recast(llama, "[S-][*-]", {"S": WINDOW})
         moved = read_recast_plan(source)
         assert (moved.new_tensors, moved.dropped) == ((), ())
         assert bitwise_equal(load_model(source).state_dict(), load_model(llama).state_dict())
 
-    def test_depths_are_added_and_dropped(self, llama: Path, tmp_path: Path) -> None:
+    def test_mtp_depths_are_added_and_dropped(self, llama: Path, tmp_path: Path) -> None:
         source = Recast(llama, "[*-]{2}/[*-]")
         moved = read_recast_plan(source)
         assert (moved.fresh_parts, moved.dropped_parts) == (("mtp.0",), ())
@@ -215,7 +219,7 @@ class TestReplaced:
         assert none.after.family == "llama"
         assert bitwise_equal(load_model(Recast(own_export, "[*-]{2}")).state_dict(), load_model(llama).state_dict())
 
-    def test_repeated_depths_are_one(self) -> None:
+    def test_repeated_depths_share_weights(self) -> None:
         config = small_config("[*-]{2}/[*-]/[*-]", mtp_repeated=True)
         moved = read_recast_plan(Recast(config, "*-*-/*-"))
         assert (moved.new_tensors, moved.dropped) == ((), ())
@@ -258,7 +262,7 @@ def test_a_source_that_lacks_a_tensor_or_weights_is_refused(llama: Path, tmp_pat
 
 
 class TestDirectory:
-    def test_one_kind_of_model_replaces_the_other_whole(self, llama: Path) -> None:
+    def test_export_of_another_format_replaces_the_directory_completely(self, llama: Path) -> None:
         recast_model = load_model(Recast(llama, "*-*-"))
         with pytest.raises(FileExistsError, match=r"holds a model already \(config.json\)"):
             export_model(recast_model, llama)
@@ -321,7 +325,7 @@ class TestDirectory:
             ({"config": {"symbols": {"C": 3}}}, "symbols\\['C'\\] is 3, but it must be text"),
         ],
     )
-    def test_a_description_that_is_none_is_a_sentence(self, tmp_path: Path, change: dict, sentence: str) -> None:
+    def test_invalid_model_description_gives_clear_error(self, tmp_path: Path, change: dict, sentence: str) -> None:
         described = PostludeConfig(read_model(Recast(LLAMA, "*-*-"))[1], torch.float32, BLOCKS).to_json()
         changed = {**described, **change, "config": {**described["config"], **change.get("config", {})}}
         (tmp_path / "postlude.json").write_text(json.dumps(changed))
@@ -334,7 +338,7 @@ class TestDirectory:
         with pytest.raises(ValueError, match=r"postlude\.json is not JSON that can be read"):
             read_model(tmp_path)
 
-    def test_a_missing_field_is_a_sentence_or_its_default(self, llama: Path, tmp_path: Path) -> None:
+    def test_missing_field_gives_clear_error_or_its_default(self, llama: Path, tmp_path: Path) -> None:
         own_export = export_model(load_model(Recast(llama, "*-*-")), tmp_path / "own")
         described = json.loads((own_export / "postlude.json").read_text())
         del described["config"]["logit_scale"]
@@ -347,8 +351,8 @@ class TestDirectory:
 
 
 @pytest.mark.parametrize("width", [6, 16, 48, 100, 128, 2048])
-def test_every_block_has_usual_sizes_for_a_model_of_any_width(width: int) -> None:
-    """Beside a transformer's blocks, and beside none but a state-space model's."""
+def test_every_block_has_default_sizes_for_any_width(width: int) -> None:
+    """In a model with transformer blocks, and in one with state-space blocks only."""
     for other_configs in ([MLPConfig(intermediate_size=3 * width, norm="post")], [MambaConfig.default_for(width, ())]):
         configs = {symbol: block.Config.default_for(width, other_configs) for symbol, block in BLOCKS.items()}
         assert {config.norm for config in configs.values()} == {other_configs[0].norm}
@@ -357,7 +361,7 @@ def test_every_block_has_usual_sizes_for_a_model_of_any_width(width: int) -> Non
             LanguageModel(ModelConfig(pattern=pattern, hidden_size=width, vocab_size=9, blocks=configs))
 
 
-def test_a_block_that_knows_no_usual_sizes_says_so() -> None:
+def test_block_without_default_sizes_gives_clear_error() -> None:
     with pytest.raises(ValueError, match="BlockConfig does not say which sizes go with hidden_size=8"):
         BlockConfig.default_for(8, ())
 
@@ -370,7 +374,7 @@ def test_an_infinite_number_round_trips() -> None:
     assert config_to_json(config)["logit_softcap"] == "inf"
 
 
-def test_a_config_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_config_that_json_cannot_store_is_refused_before_writing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a config holds nan, a float, which JSON cannot represent"):
         export_model(LanguageModel(small_config("[*-]", logit_scale=float("nan"))), tmp_path / "own")
     assert not list(tmp_path.iterdir())

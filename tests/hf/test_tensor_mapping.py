@@ -1,4 +1,4 @@
-"""Our tensors as parts of Hugging Face's: fused, interleaved, transposed, one per expert; whole or sharded."""
+"""Our tensors as slices of Hugging Face's: fused, interleaved, transposed, one per expert; full or sharded."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_each_element_is_where_its_mapping_puts_it() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("dimension", [0, 1])
-def test_shards_of_ranks_are_read_from_hf_tensors_and_sum_up_to_them(ranks: int, dimension: int) -> None:
+def test_rank_shards_are_read_from_and_add_up_to_hf_tensors(ranks: int, dimension: int) -> None:
     tensors = postlude_tensors()
     hf_tensors = to_hf_tensors(tensors)
     summed = {name: torch.zeros_like(tensor) for name, tensor in hf_tensors.items()}
@@ -114,6 +114,6 @@ def test_shards_of_ranks_are_read_from_hf_tensors_and_sum_up_to_them(ranks: int,
         assert torch.equal(summed[name], tensor.clamp_min(0.0))
 
 
-def test_a_tensor_that_a_family_lacks_is_named() -> None:
+def test_error_names_a_tensor_unknown_to_the_family() -> None:
     with pytest.raises(ValueError, match=r"without_processes models have no tensor for layers\.0\.x\.other\.weight\."):
         list(tensor_mappings(FAMILY, CONFIG, "layers.0.x.other.weight", (2, 2)))

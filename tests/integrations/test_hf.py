@@ -1,4 +1,4 @@
-"""`integrations.hf.logprobs` equals the model's own logits, in every family, however the batch is laid out."""
+"""`integrations.hf.logprobs` equals the model's own logits, in every family, padded or packed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
 
 
 def model_of(family: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    """A model whose every parameter matters; float64 where it can be, so that no tolerance hides a wrong term."""
+    """Returns a model whose every parameter matters; float64 where possible, so that no tolerance hides an error."""
     plain = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": dtype}
     model = AutoModelForCausalLM.from_config(CONFIGS[family](), **plain)
     generator = torch.Generator().manual_seed(1)
@@ -76,8 +76,10 @@ def tokens(rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> Tensor:
     return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def dense(logits: Tensor, targets: Tensor, mask: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
-    """logprob and entropy [B, S] by token, from logits by predicting position."""
+def logprobs_from_logits(
+    logits: Tensor, targets: Tensor, mask: Tensor, temperature: float | Tensor = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Returns logprob and entropy [B, S] by token, from logits by predicting position."""
     scale = temperature[:, 1:, None] if isinstance(temperature, Tensor) else temperature
     rates = (logits[:, :-1] / scale).log_softmax(-1)
     rated = rates.gather(-1, targets[:, 1:, None].clamp_min(0))[..., 0]
@@ -97,12 +99,12 @@ def gradients(model: PreTrainedModel, logprob: Tensor, entropy: Tensor) -> dict[
 
 
 def assert_equals_logits(model: PreTrainedModel, inputs: dict[str, Any], mask: Tensor, **options: Any) -> None:
-    """Same numbers and same gradient of every parameter. `kept` [B, S] marks the tokens that have a number."""
+    """Compares results and every parameter's gradient. `kept` [B, S] marks the tokens that have a result."""
     ids, labels = inputs["input_ids"], options.get("labels")
     stats = logprobs(model, **inputs, **options, entropy=True)
     actual = gradients(model, stats.logprob, stats.entropy)
     targets = ids if labels is None else labels
-    exact = dense(model(**inputs).logits, targets, mask, options.get("temperature", 1.0))
+    exact = logprobs_from_logits(model(**inputs).logits, targets, mask, options.get("temperature", 1.0))
     expected = gradients(model, *exact)
     assert stats.logprob[mask].all()
     assert_equal(stats.logprob, exact[0], "logprob")
@@ -127,7 +129,7 @@ def test_equals_the_logits_path(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "gemma2", "granite", "phi"])
-def test_labels_choose_what_is_rated_and_temperature_divides_last(family: str) -> None:
+def test_labels_select_targets_and_temperature_divides_last(family: str) -> None:
     labels = tokens(seed=1)  # not the inputs: any token may be rated
     labels[0, :5] = labels[1, 2] = labels[2] = -100
     temperature = torch.linspace(0.5, 2.0, ROWS * LENGTH, dtype=torch.float64).view(ROWS, LENGTH)
@@ -140,7 +142,7 @@ def test_training_mode_has_the_same_dropout() -> None:
     torch.manual_seed(7)
     stats = logprobs(model, ids)
     torch.manual_seed(7)
-    assert_equal(stats.logprob, dense(model(ids).logits, ids, all_but_first())[0])
+    assert_equal(stats.logprob, logprobs_from_logits(model(ids).logits, ids, all_but_first())[0])
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -181,7 +183,7 @@ def test_every_result_is_by_token() -> None:
     assert not any(row[:, 0].any() for row in (stats.topk_logprobs, stats.topk_ids, stats.lse, stats.top1))
 
 
-def test_the_base_is_called_once_and_the_head_never() -> None:
+def test_base_model_runs_once_and_the_head_never() -> None:
     model, calls = model_of("qwen3"), Counter()
     for name in ("", "model", "model.layers.0", "lm_head"):
         model.get_submodule(name).register_forward_hook(lambda *_, name=name: calls.update([name]))
@@ -199,7 +201,7 @@ def test_no_logits_and_no_cache_without_gradient() -> None:
     assert watch.largest < ids.numel() * 4096 // 2
 
 
-def test_nothing_wanted_is_nothing_projected() -> None:
+def test_without_targets_nothing_is_projected() -> None:
     model, ids = model_of("llama"), tokens()
     with Watch() as watch:
         stats = logprobs(model, ids, labels=torch.full_like(ids, -100))
@@ -220,7 +222,7 @@ def test_images_go_to_the_base_model() -> None:
     mask[1, 7:] = 0
     inputs = {"input_ids": ids, "attention_mask": mask, "pixel_values": torch.randn(ROWS, 3, 8, 8)}
     stats = logprobs(model, **inputs)
-    assert_equal(stats.logprob, dense(model(**inputs).logits, ids, all_but_first() & mask.bool())[0])
+    assert_equal(stats.logprob, logprobs_from_logits(model(**inputs).logits, ids, all_but_first() & mask.bool())[0])
 
 
 class TwoStep(nn.Linear):
@@ -228,7 +230,7 @@ class TwoStep(nn.Linear):
         return super().forward(hidden).square()
 
 
-def test_refuses_what_it_cannot_honour() -> None:
+def test_unsupported_models_and_arguments_are_refused() -> None:
     ids = tokens()
     with pytest.raises(TypeError, match=r"PreTrainedModel, but got a Linear"):
         logprobs(nn.Linear(2, 2), ids)
@@ -245,7 +247,7 @@ def test_refuses_what_it_cannot_honour() -> None:
 
 
 @pytest.mark.parametrize("key", ["logit_scale", "logits_scaling", "final_logit_softcapping", "lm_head_multiplier"])
-def test_refuses_a_config_key_that_may_change_the_logits(key: str) -> None:
+def test_config_key_that_may_change_the_logits_is_refused(key: str) -> None:
     model = model_of("llama")
     setattr(model.config, key, 2.0)
     with pytest.raises(ValueError, match=rf"config key '{key}' = 2.0 of a 'llama' model"):

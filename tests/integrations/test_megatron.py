@@ -1,4 +1,4 @@
-"""`LogprobsProcessor` behind a faithful fake of Megatron-Core's hook equals the whole head on one rank."""
+"""`LogprobsProcessor` in a copy of Megatron-Core's hook equals the full head on one rank."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ HOOK = [
 
 @dataclass
 class Config:
-    """The fields of TransformerConfig the hook's caller and the output layer read."""
+    """The TransformerConfig fields that the hook's caller and the output layer read."""
 
     sequence_parallel: bool = False
     use_mup: bool = False
@@ -150,7 +150,7 @@ class Case:
 
 
 class FullTensors:
-    """Everything on one rank, the same on every rank."""
+    """All tensors unsharded, the same on every rank."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(2)
@@ -165,7 +165,7 @@ class FullTensors:
         self.targets = self.labels.masked_fill(self.loss_mask == 0, -100)
 
     def exact(self, case: Case) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """logprob, entropy, lse [b, s], and the gradients of hidden, weight and bias, in float64."""
+        """Returns logprob, entropy, lse [b, s], and the gradients of hidden, weight and bias, in float64."""
         leaves = [tensor.double().requires_grad_() for tensor in (self.hidden, self.weight, self.bias)]
         options = {"temperature": self.temperature, "logit_scale": case.mup, "vocab_size": REAL}
         bias = leaves[2] if case.bias else None
@@ -175,7 +175,7 @@ class FullTensors:
 
 
 def run(group: dist.ProcessGroup, case: Case) -> tuple[list[Tensor], list[Tensor]]:
-    """One rank's results and its gradients of its hidden states and of its shard of the head."""
+    """Returns one rank's results and its gradients of its hidden states and of its shard of the head."""
     full, size, rank = FullTensors(), dist.get_world_size(group), dist.get_rank(group)
     bias = full.bias.chunk(size)[rank].clone() if case.bias else None
     model = GPTModel(full.weight.chunk(size)[rank].clone(), bias, case.config, case.tied, group)
@@ -201,7 +201,7 @@ CASES += [Case(bias=True), Case(sequence_parallel=True, bias=True, mup=0.3), Cas
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_equals_the_whole_head_on_one_rank(ranks: Ranks, size: int, case: Case) -> None:
+def test_equals_the_full_head_on_one_rank(ranks: Ranks, size: int, case: Case) -> None:
     rows, (hidden, weight, bias) = FullTensors().exact(case)
     results = ranks(size, run, case)
     for rank_result, _ in results:
@@ -221,7 +221,7 @@ def one_rank(**config: Any) -> tuple[FullTensors, GPTModel]:
     return full, GPTModel(full.weight, None, Config(**config), False, None)
 
 
-def test_the_default_rates_labels_over_the_padded_vocabulary() -> None:
+def test_default_scores_labels_over_the_padded_vocabulary() -> None:
     full, model = one_rank()
     stats = model(full.hidden, full.labels, output_processor=LogprobsProcessor())
     assert isinstance(stats, TokenStats)
@@ -238,7 +238,7 @@ def test_top_k_and_hit_are_batch_first() -> None:
     assert torch.equal(stats.top1, (logits.argmax(-1) == full.labels) & has_label)
 
 
-def test_targets_of_the_context_replace_labels() -> None:
+def test_targets_from_the_context_replace_labels() -> None:
     full, model = one_rank()
     context = MegatronContext(targets=full.labels)
     stats = model(full.hidden, output_processor=LogprobsProcessor(), output_processor_context=context)
@@ -254,7 +254,7 @@ def test_loss_mask_can_be_left_to_the_caller() -> None:
     assert_equal(masked, everything * full.loss_mask)
 
 
-def test_takes_exactly_the_arguments_of_the_hook() -> None:
+def test_signature_equals_the_hook() -> None:
     parameters = inspect.signature(LogprobsProcessor.__call__).parameters.values()
     assert [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY] == HOOK
     assert all(parameter.default is parameter.empty for parameter in parameters)
@@ -270,7 +270,7 @@ def test_takes_exactly_the_arguments_of_the_hook() -> None:
         LogprobsProcessor()(**sent, padding_mask=full.loss_mask)
 
 
-def test_refuses_what_it_cannot_honour() -> None:
+def test_unsupported_models_and_arguments_are_refused() -> None:
     full, model = one_rank()
     arguments: dict[str, Any] = {"output_processor": LogprobsProcessor()}
     with pytest.raises(ValueError, match=r"without inference_context"):
@@ -295,7 +295,7 @@ class SoftcappedLinear(ColumnParallelLinear):
         return torch.tanh(super().forward(*args, **kwargs))
 
 
-def test_refuses_an_output_layer_that_is_more_than_a_product() -> None:
+def test_output_layer_that_is_more_than_a_product_is_refused() -> None:
     full, model = one_rank()
     arguments: dict[str, Any] = {"labels": full.labels, "output_processor": LogprobsProcessor()}
     model.output_layer.disable_grad_reduce = True
@@ -312,7 +312,7 @@ def test_refuses_an_output_layer_that_is_more_than_a_product() -> None:
         model(full.hidden, **arguments)
 
 
-def test_refuses_settings_under_which_megatron_would_drop_the_heads_gradient() -> None:
+def test_settings_that_make_megatron_drop_the_head_gradient_are_refused() -> None:
     full, model = one_rank(defer_embedding_wgrad_compute=True)
     arguments: dict[str, Any] = {"labels": full.labels, "output_processor": LogprobsProcessor()}
     with pytest.raises(ValueError, match=r"set defer_embedding_wgrad_compute=False"):
@@ -354,7 +354,7 @@ def test_an_output_layer_is_replaced_for_a_call_of_a_model_without_the_hook() ->
     assert_equal(layer.weight.grad, weight, "gradient of the weight")
 
 
-def test_an_output_layer_is_back_after_an_error() -> None:
+def test_output_layer_is_restored_after_an_error() -> None:
     full, model = FullTensors(), WithoutHook(Config())
     layer = model.output_layer
     with (

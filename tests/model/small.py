@@ -1,4 +1,4 @@
-"""Small models and batches for tests that need no family in particular."""
+"""Small models and batches for tests that need no specific family."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VOCABULARY = 37
 
 
 def small_config(pattern: str = "[*-][S-][*E]*", **changes: Any) -> ModelConfig:
-    """Every block there is, in sizes that do not divide each other."""
+    """Returns a config with every kind of block, in sizes that do not divide each other."""
     attention: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 6}
     blocks: dict[str, BlockConfig] = {
         "*": AttentionConfig(**attention),

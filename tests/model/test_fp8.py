@@ -1,4 +1,4 @@
-"""FP8 products of a model: which layers have them, what refuses them, and that the model's function is the layers'."""
+"""FP8 products of a model: which layers use them, what is refused, and that the model equals its layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def in_fp8(model: LanguageModel) -> set[str]:
     return {name for name, layer in model.named_modules() if isinstance(layer, Linear) and layer.fp8 is not None}
 
 
-def test_layers_of_blocks_are_in_fp8_and_others_are_not() -> None:
+def test_only_layers_of_blocks_use_fp8() -> None:
     model = load_model("tiny-hybrid")
     unfit = use_fp8(model.blocks, tp=1)
     assert unfit == ["layers.3.latent_attention.kv_a_proj", "layers.3.latent_attention.kv_b_proj"]
@@ -38,8 +38,8 @@ def test_layers_of_blocks_are_in_fp8_and_others_are_not() -> None:
     assert any(name.startswith("mtp.0.") for name in in_fp8(model))
 
 
-def test_a_size_that_is_no_multiple_of_16_stays() -> None:
-    """Keys and values have 12 features. Queries are multiplied in FP8 beside them, and the block is not fused."""
+def test_layer_size_not_divisible_by_16_is_not_in_fp8() -> None:
+    """Keys and values have 12 features. Queries are still multiplied in FP8, and the block is not fused."""
     model = LanguageModel(small_config("[*-]", **SIZES))
     assert use_fp8(model.blocks, tp=1) == ["layers.0.attention.k_proj", "layers.0.attention.v_proj"]
     attention, mlp = model.blocks
@@ -59,7 +59,7 @@ def test_a_layout_that_would_change_which_layers_are_in_fp8_is_refused() -> None
         use_fp8(model.blocks, tp=2)
 
 
-def test_the_models_probabilities_change_by_its_rounding() -> None:
+def test_logprobs_change_by_the_rounding_of_fp8() -> None:
     model = load_model("tiny-moe", dtype=torch.float32)
     (microbatch,) = pack([list(b"a packed batch"), list(b"of two")], budget=32)
     exact = model(microbatch).log_softmax(-1)
@@ -75,13 +75,13 @@ def test_the_models_probabilities_change_by_its_rounding() -> None:
         (GPUS["H200"], torch.float32, "computes in bfloat16 on a GPU, but the compute dtype is float32"),
     ],
 )
-def test_a_gpu_that_cannot_is_refused(gpu: capabilities.GPU, dtype: torch.dtype, sentence: str) -> None:
+def test_gpu_without_fp8_is_refused(gpu: capabilities.GPU, dtype: torch.dtype, sentence: str) -> None:
     with mock.patch.object(fp8, "gpu_of", return_value=gpu), pytest.raises(ValueError, match=sentence):
         fp8.check_fp8(torch.device("cuda"), dtype)
 
 
 @pytest.mark.parametrize("name", ["L40S", "RTX 4090", "H100", "H200", "B200"])
-def test_gpus_with_fp8_tensor_cores_are_taken(name: str) -> None:
+def test_gpus_with_fp8_tensor_cores_are_accepted(name: str) -> None:
     with mock.patch.object(fp8, "gpu_of", return_value=GPUS[name]):
         assert "scaled_mm" in fp8.check_fp8(torch.device("cuda"), torch.bfloat16)
     amd = replace(GPUS[name], name="MI300X")
@@ -89,8 +89,8 @@ def test_gpus_with_fp8_tensor_cores_are_taken(name: str) -> None:
         assert "AMD" in str(capabilities.why_no_fp8(amd))
 
 
-def test_weights_are_compared_with_a_generators_without_fp8() -> None:
-    """A trainer in FP8 and one without have the same weights, so the probe of a weight update finds no gap."""
+def test_weight_probe_compares_without_fp8() -> None:
+    """Trainers with and without FP8 have the same weights, so the probe of a weight update finds no difference."""
     with ranks():
         scores = [WeightProbe(Engine("tiny-moe", fp8=in_fp8)).score().scores for in_fp8 in (False, True)]
         engine = Engine("tiny-moe", fp8=True)
@@ -101,5 +101,5 @@ def test_weights_are_compared_with_a_generators_without_fp8() -> None:
     assert scores[0] == scores[1]
 
 
-def test_the_cpu_says_that_it_emulates() -> None:
+def test_cpu_warns_that_fp8_is_emulated() -> None:
     assert "emulated in fp32, as cpu has none in FP8" in fp8.check_fp8(torch.device("cpu"), torch.float32)

@@ -1,4 +1,4 @@
-"""A model's fused path on CUDA, with torch in place of the kernels, equals its path without fusion.
+"""A model's fused CUDA path, with torch in place of the kernels, equals its unfused path.
 
 The kernels themselves are held to float64 in tests/ops; here it is how they are called: what is kept, what is made
 again, what is added to what, and what is put off.
@@ -43,7 +43,7 @@ def added(gradient: Tensor, total: Tensor | None) -> Tensor | None:
     return None
 
 
-def in_place_of_norms(module: Any) -> None:
+def fake_norm_kernels(module: Any) -> None:
     def backward(vectors, weight, eps, offset, gradient, beside, total):
         actual = differentiated(lambda x, w: norm._reference(x, w, eps, offset), (vectors, weight), (gradient,))
         return actual[0] if beside is None else actual[0] + beside, added(actual[1], total)
@@ -51,7 +51,7 @@ def in_place_of_norms(module: Any) -> None:
     module.forward, module.backward = norm._reference, backward
 
 
-def in_place_of_gating(module: Any) -> None:
+def fake_activation_kernels(module: Any) -> None:
     def forward(gate, up, activation):
         return gating.activate(up, activation) if gate is None else gating.activate(gate, activation) * up
 
@@ -65,7 +65,7 @@ def in_place_of_gating(module: Any) -> None:
     module.forward, module.backward = forward, backward
 
 
-def in_place_of_turning(module: Any) -> None:
+def fake_rotary_kernels(module: Any) -> None:
     def forward(query, key, table, weights, eps, offset):
         if weights is not None:
             query, key = (norm._reference(x, w, eps, offset) for x, w in zip((query, key), weights, strict=True))
@@ -85,8 +85,8 @@ def in_place_of_turning(module: Any) -> None:
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything as if it were on CUDA, but for the kernels."""
-    fakes = {"norm": in_place_of_norms, "activation": in_place_of_gating, "rotary": in_place_of_turning}
+    """Behaves as on CUDA, except for the kernels."""
+    fakes = {"norm": fake_norm_kernels, "activation": fake_activation_kernels, "rotary": fake_rotary_kernels}
     for name, fill in fakes.items():
         module = ModuleType(f"postlude.ops.kernels.{name}")
         fill(module)

@@ -1,4 +1,4 @@
-"""A gated delta net in every layout equals one rank, packed sequences equal each alone, token by token the whole."""
+"""Gated delta net: layouts equal one rank, packed sequences equal each alone, decode steps equal a full forward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = {
 
 
 def config(kind: str, pattern: str = "[G-][*-]G[GE]", **changes: Any) -> ModelConfig:
-    """Returns a config whose weights have a scale at which states matter."""
+    """Returns a config whose weights are large enough that states matter."""
     return small_config(pattern, blocks={"G": KINDS[kind]}, **{"initializer_range": 0.2, "norm_eps": 1e-3, **changes})
 
 
@@ -36,7 +36,7 @@ def test_packed_sequences_equal_each_alone(kind: str) -> None:
     assert_packed_equals_alone(LanguageModel(config(kind)), *LENGTHS)
 
 
-def test_chunks_change_nothing() -> None:
+def test_chunk_size_does_not_change_the_result() -> None:
     (microbatch,) = pack(sequences(*LENGTHS), budget=64)
     results = []
     for chunk in (1, 5, 64):
@@ -55,7 +55,7 @@ def test_sizes_that_do_not_fit_each_other_are_refused() -> None:
 
 
 def layouts() -> list[Any]:
-    """Heads and tokens divided in `make test`, by kinds in turn; tests/verify has these blocks in the other layouts."""
+    """Heads and tokens sharded in `make test`, by kind in turn; tests/verify has these blocks in the other layouts."""
     results = []
     kinds = ("shared", "alone", "three")
     for turn, layout in enumerate(("tp=2", "cp=2", "pp=2", "dp_shard=2", "cp=2,tp=2", "cp=4", "pp=2,vpp=2,tp=2")):
@@ -76,14 +76,14 @@ def test_a_layout_equals_one_rank(ranks: Any, kind: str, layout: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["selective", pytest.param("full", marks=pytest.mark.thorough)])
-def test_recomputing_in_a_layout_gives_the_same(ranks: Any, recompute: Any) -> None:
+def test_recompute_in_a_layout_changes_no_result(ranks: Any, recompute: Any) -> None:
     case = Case(config("shared", "[GE]G"), Layout(dp_shard=2), "sft", recompute)
     report = ranks(2, verify, case)[0]
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
 
 
 @pytest.mark.parametrize(("layout", "best"), [("tp=3", 2), ("cp=3", 2), ("tp=2,cp=3", 4), ("tp=8", 4)])
-def test_a_layout_that_cannot_share_the_heads_is_refused(layout: str, best: int) -> None:
+def test_layout_that_does_not_divide_the_heads_is_refused(layout: str, best: int) -> None:
     parsed = Layout.parse(layout)
     with pytest.raises(ValueError, match=f"tp={parsed.tp}, cp={parsed.cp} cannot share: .*Use tp · cp = {best}"):
         config("shared", "G").check_layout(parsed)
@@ -100,8 +100,8 @@ def test_a_model_made_in_bf16_keeps_its_decays_in_fp32() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
-def test_completions_agree_with_a_forward_of_the_whole(kind: str) -> None:
-    """Several answers a prompt, so that states are copied; in little room, so that answers leave and come back."""
+def test_completions_equal_a_full_forward(kind: str) -> None:
+    """Several completions per prompt, so that states are copied; little cache, so that completions are preempted."""
     model = LanguageModel(config(kind))
     prompt_list = prompts(model.config.vocab_size)
     sampling = SamplingParams(max_new_tokens=20, seed=5)

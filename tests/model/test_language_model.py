@@ -1,4 +1,4 @@
-"""LanguageModel: stages equal the whole model, sequences do not see each other, names are global."""
+"""LanguageModel: stages equal the full model, sequences are isolated, parameter names are global."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_packed_equals_each_sequence_alone(pattern: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_no_sequence_sees_another_or_its_own_future(pattern: str) -> None:
-    """Changing one token changes nothing before it, and nothing in any other sequence."""
+def test_attention_is_causal_and_sequences_are_isolated(pattern: str) -> None:
+    """Changing one token changes no earlier position and no other sequence."""
     model = small_model(pattern)
     batch = sequences(6, 5, 7)
     (microbatch,) = pack(batch, budget=64)
@@ -49,7 +49,7 @@ def test_no_sequence_sees_another_or_its_own_future(pattern: str) -> None:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("pattern", "count"), [("[*-]{4}", 2), ("[*-]{4}", 4), ("*-|*E|[S-]", 3), ("|[*-]{3}|", 3)])
-def test_stages_in_a_row_equal_the_whole_model(pattern: str, count: int, tied: bool) -> None:
+def test_consecutive_stages_equal_the_full_model(pattern: str, count: int, tied: bool) -> None:
     full_model = small_model(pattern, tied_head=tied)
     stages = [small_model(pattern, tied_head=tied, stage=Stage(i, count)) for i in range(count)]
     microbatch = small_microbatch()
@@ -73,7 +73,7 @@ def test_stages_in_a_row_equal_the_whole_model(pattern: str, count: int, tied: b
         assert_equal(gradient, whole_parameters[name].grad, name)
 
 
-def test_a_stage_builds_its_own_layers_only() -> None:
+def test_stage_builds_only_its_own_layers() -> None:
     names = {name for name, _ in small_model("[*-]{4}", stage=Stage(1, 4)).named_parameters()}
     assert names
     assert all(name.startswith("layers.1.") for name in names)
@@ -93,7 +93,7 @@ def test_a_token_past_the_vocabulary_is_refused() -> None:
         small_model()(microbatch)
 
 
-def test_blocks_of_one_kind_in_a_layer_have_names_of_their_own() -> None:
+def test_blocks_of_one_kind_in_a_layer_have_distinct_names() -> None:
     names = {name for name, _ in small_model("[S*-]").named_parameters()}
     assert {
         "layers.0.attention.q_proj.weight",
@@ -102,7 +102,7 @@ def test_blocks_of_one_kind_in_a_layer_have_names_of_their_own() -> None:
     } <= names
 
 
-def test_reset_depends_on_seed_and_name_alone() -> None:
+def test_initialisation_depends_only_on_seed_and_name() -> None:
     model, last_stage = small_model("[*-]{3}"), small_model("[*-]{3}", stage=Stage(2, 3))
     parameters = dict(model.named_parameters())
     assert all(torch.equal(parameter, parameters[name]) for name, parameter in last_stage.named_parameters())
@@ -112,7 +112,7 @@ def test_reset_depends_on_seed_and_name_alone() -> None:
     assert not torch.equal(model.embedding.weight, small_model("[*-]{3}").embedding.weight)
 
 
-def test_an_impossible_model_is_refused_in_a_sentence() -> None:
+def test_invalid_model_is_refused_with_clear_error() -> None:
     fewer = {symbol: block for symbol, block in BLOCKS.items() if symbol != "M"}
     with pytest.raises(ValueError, match=r"uses 'M' \(mamba\), which has no block yet"):
         LanguageModel(small_config("[M-]"), blocks=fewer)
@@ -149,7 +149,7 @@ def test_outside_blocks_are_passed_in_not_registered() -> None:
 
 @pytest.mark.parametrize("qk_norm", ["head", "full"])
 def test_norms_around_zero_equal_norms_around_one(qk_norm: str) -> None:
-    """The same function of a weight that is less by one: values, and the gradients of every parameter."""
+    """The same function of a weight that is smaller by one: values and the gradients of every parameter."""
     attention = AttentionConfig(heads=4, kv_heads=2, head_dim=6, qk_norm=qk_norm)
     seeded = small_model("[*-]{2}", blocks={"*": attention})
     zero = small_model("[*-]{2}", blocks={"*": attention}, norm_offset=1.0)
@@ -169,7 +169,7 @@ def test_norms_around_zero_equal_norms_around_one(qk_norm: str) -> None:
         assert_equal(zero_parameter[1].grad, parameter.grad, name)
 
 
-def test_a_norm_around_zero_keeps_what_bf16_would_lose_beside_one() -> None:
+def test_norm_around_zero_keeps_precision_in_bf16() -> None:
     norm = RMSNorm(4, 1e-6, offset=1.0).to(torch.bfloat16)
     with torch.no_grad():
         norm.weight.fill_(1e-3)
@@ -189,8 +189,8 @@ def test_partial_rotary_rotates_only_the_first_features() -> None:
         AttentionConfig(heads=1, kv_heads=1, head_dim=6, rotary_dim=3)
 
 
-def test_an_output_gate_that_is_open_or_half_open() -> None:
-    """sigmoid(0) is a half, so a gate of zeros halves what attention adds."""
+def test_attention_output_gate() -> None:
+    """sigmoid(0) is a half, so a gate of zeros halves the output of attention."""
     attention = {"heads": 4, "kv_heads": 2, "head_dim": 6}
     plain = small_model("*", blocks={"*": AttentionConfig(**attention)})
     gated = small_model("*", blocks={"*": AttentionConfig(**attention, output_gate=True)})
@@ -200,7 +200,7 @@ def test_an_output_gate_that_is_open_or_half_open() -> None:
     assert_equal(gated(small_microbatch()), plain(small_microbatch()))
 
 
-def test_a_stage_between_others_has_layers() -> None:
+def test_middle_stage_has_only_layers() -> None:
     config = small_config("[*-]||[*-]|[*-]")
     with pytest.raises(PatternError, match=r"stage 2 of pp·vpp = 4 has no layer, and so nothing to run. Move a cut"):
         config.check_layout(Layout(pp=2, vpp=2))

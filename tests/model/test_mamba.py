@@ -1,4 +1,4 @@
-"""Mamba-2 in every layout equals one rank, packed sequences equal each alone, token by token equals the whole."""
+"""Mamba-2: layouts equal one rank, packed sequences equal each alone, decode steps equal a full forward."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_packed_sequences_equal_each_alone(kind: str) -> None:
     assert_packed_equals_alone(LanguageModel(config(kind)), *LENGTHS)
 
 
-def test_chunks_change_nothing() -> None:
+def test_chunk_size_does_not_change_the_result() -> None:
     microbatches = pack(sequences(*LENGTHS), budget=64)
     results = []
     for chunk in (1, 5, 64):
@@ -52,7 +52,7 @@ def test_chunks_change_nothing() -> None:
 
 
 def layouts() -> list[Any]:
-    """Every kind by heads and by sequence; ranks that share groups, norms or both; one of each by the rest.
+    """Each kind sharded by heads and by sequence; ranks that share groups, norms or both; one each of the rest.
 
     In `make test` heads and tokens are divided; tests/verify has these blocks in the other layouts.
     """
@@ -76,7 +76,7 @@ def test_a_layout_equals_one_rank(ranks: Any, kind: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["selective", pytest.param("full", marks=pytest.mark.thorough)])
-def test_recomputing_in_a_layout_gives_the_same(ranks: Any, recompute: Any) -> None:
+def test_recompute_in_a_layout_changes_no_result(ranks: Any, recompute: Any) -> None:
     case = Case(config("groups", "[ME]M"), Layout(dp_shard=2), "sft", recompute)
     report = ranks(2, verify, case)[0]
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
@@ -86,7 +86,7 @@ def test_recomputing_in_a_layout_gives_the_same(ranks: Any, recompute: Any) -> N
     ("layout", "offered"),
     [("tp=3", "tp=2, cp=1"), ("cp=3", "tp=2, cp=1"), ("tp=2,cp=3", "tp=4, cp=1"), ("tp=16", "tp=8, cp=1")],
 )
-def test_a_layout_that_cannot_share_the_heads_is_refused(layout: str, offered: str) -> None:
+def test_layout_that_does_not_divide_the_heads_is_refused(layout: str, offered: str) -> None:
     parsed = Layout.parse(layout)
     with pytest.raises(ValueError, match=f"mamba has 8 heads in 4 groups.*Use {offered}.") as error:
         config("groups", "M").check_layout(parsed)
@@ -98,7 +98,7 @@ def test_a_layout_that_cannot_share_the_heads_is_refused(layout: str, offered: s
 
 @pytest.fixture(scope="module", params=["groups", "one"])
 def model(request: Any) -> LanguageModel:
-    """Weights large enough that the next token depends on those before it."""
+    """Returns a model with weights large enough that the next token depends on earlier ones."""
     model = LanguageModel(config(request.param, initializer_range=0.4))
     return model.eval()
 
@@ -113,7 +113,7 @@ def model(request: Any) -> LanguageModel:
     ids=str,
 )
 @pytest.mark.slow
-def test_token_by_token_equals_the_whole(model: LanguageModel, limits: dict[str, int]) -> None:
+def test_decode_steps_equal_a_full_forward(model: LanguageModel, limits: dict[str, int]) -> None:
     prompt_list = [sequence.tolist() for sequence in sequences(7, 1, 13, 2)]
     sampling = [SamplingParams(max_new_tokens=5 + 4 * place, seed=5) for place in range(4)]
     answered = Generator(model, **limits).generate(prompt_list, sampling, n=3)
@@ -124,7 +124,7 @@ def test_token_by_token_equals_the_whole(model: LanguageModel, limits: dict[str,
 
 
 def generated(group: Any, source: ModelConfig, layout: Layout) -> list[list[int]]:
-    """Greedy answers, three at a time: with two ranks there is padding beside them."""
+    """Returns greedy completions, three at a time: with two ranks the batch is padded."""
     model = load_model(source, mesh=mesh(layout))
     prompt_list = [sequence.tolist() for sequence in sequences(7, 1, 13, 2, 5)]
     completions = Generator(model, max_sequences=3).generate(
@@ -134,7 +134,7 @@ def generated(group: Any, source: ModelConfig, layout: Layout) -> list[list[int]
 
 
 @pytest.mark.slow
-def test_tensor_parallel_ranks_give_the_completions_of_one(ranks: Any) -> None:
+def test_tensor_parallel_completions_equal_one_rank(ranks: Any) -> None:
     source = config("one", initializer_range=0.4)
     expected = generated(None, source, Layout())
     assert len(set(map(tuple, expected))) == 5

@@ -1,4 +1,4 @@
-"""MoE equals two kinds of transformers' routers; auxiliary losses equal their formulas."""
+"""MoE equals two of transformers' routers; auxiliary losses equal their formulas."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_gated_shared_expert_equals_qwen2_moe(normalise: bool) -> None:
 @pytest.mark.parametrize("budget", [23, 32, 64])
 @pytest.mark.parametrize("lengths", [(23,), (23, 4, 11, 1, 17)])
 def test_balance_loss_and_its_gradient_equal_transformers_on_one_layer(tmp_path, lengths, budget) -> None:
-    """One layer, because transformers multiplies means over all layers where each layer should have its own.
+    """One layer, because transformers multiplies means over all layers instead of each layer's own.
 
     Theirs is of one batch; ours is of each sequence, weighted by its length, however the sequences are packed.
     """
@@ -200,8 +200,8 @@ def test_auxiliary_losses_have_gradients_only_in_training() -> None:
     assert (training[router] - plain[router]).abs().max() > 1e-4
 
 
-class Operators(TorchDispatchMode):
-    """Counts operators, views aside: each is about one kernel."""
+class OperatorCounter(TorchDispatchMode):
+    """Counts operators other than views: each is about one kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,20 +219,20 @@ def test_metrics_take_few_operators() -> None:
         context = ForwardContext(microbatch)
         if not measured:
             context.is_first_call("layers.0.moe.metrics")  # as in a layer that is recomputed
-        with Operators() as operators:
+        with OperatorCounter() as operators:
             moe.route(torch.randn(16, HIDDEN), context)
         counted.append(operators.count)
     assert 5 < counted[1] - counted[0] <= 16
 
 
-def test_the_selection_bias_keeps_fp32() -> None:
+def test_selection_bias_stays_in_fp32() -> None:
     config = small_config("[*E]", blocks={"E": MoEConfig(experts=8, top_k=2, intermediate_size=8, selection_bias=True)})
     model = LanguageModel(config).to(torch.bfloat16)
     with pytest.raises(TypeError, match=r"has its selection bias in torch\.bfloat16"):
         model(small_microbatch())
 
 
-def test_selection_bias_moves_towards_even_load_and_changes_no_weight() -> None:
+def test_selection_bias_balances_load_and_changes_no_weight() -> None:
     moe = block(selection_bias=True, selection_bias_rate=0.002)
     randomise(moe)
     moe.selection_bias.zero_()
@@ -267,6 +267,6 @@ def test_selection_bias_moves_towards_even_load_and_changes_no_weight() -> None:
         ({"shared_gate": True}, "needs a shared expert"),
     ],
 )
-def test_impossible_routers_are_refused(settings: dict, sentence: str) -> None:
+def test_invalid_routers_are_refused(settings: dict, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         MoEConfig(**({"experts": 8, "top_k": 2, "intermediate_size": 4} | settings))

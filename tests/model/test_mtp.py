@@ -1,4 +1,4 @@
-"""Multi-token prediction equals a naive one: each sequence alone, each depth at positions with a later token."""
+"""Multi-token prediction equals a naive implementation: each sequence alone, at positions with a later token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pattern(depth_pattern: str, depths: int) -> str:
 
 
 def naive(model: LanguageModel, batch: list[Tensor]) -> list[list[Tensor]]:
-    """By sequence and depth: hidden states of the positions that have a token so far ahead, with a gradient."""
+    """Returns hidden states with gradients, by sequence and depth, at positions with a token that far ahead."""
     results = []
     for sequence in batch:
         (alone,) = pack([sequence], budget=64)
@@ -55,7 +55,7 @@ def naive(model: LanguageModel, batch: list[Tensor]) -> list[list[Tensor]]:
 
 
 def naive_loss(model: LanguageModel, batch: list[Tensor], weight: float, masks: list[Tensor] | None = None) -> Tensor:
-    """SFT of the next token, and the mean over depths of the same of tokens further ahead."""
+    """Returns SFT of the next token, plus the mean over depths of the same for later tokens."""
     weights = masks or [torch.ones(len(sequence)) for sequence in batch]
     head = model.embedding.weight if model.config.tied_head else model.head.weight
     depths = len(model.config.pattern.mtp)
@@ -211,7 +211,7 @@ def test_invalid_depths_are_refused() -> None:
         small_model("[*-]")(microbatch, output_processor=lambda inputs, _: list(inputs.depths()))
 
 
-def test_a_stage_of_its_own_applies_the_final_norm() -> None:
+def test_separate_mtp_stage_applies_the_final_norm() -> None:
     config = small_config("[*-]{2}|/[*-]")
     stages = [LanguageModel(config, stage=Stage(index, 2)) for index in range(2)]
     assert not stages[1].layers

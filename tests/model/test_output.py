@@ -41,7 +41,7 @@ def test_token_losses_are_cross_entropy_and_zero_without_a_target() -> None:
     assert (model(microbatch, targets=True)[microbatch.targets < 0] == 0).all()
 
 
-def test_the_model_returns_the_very_object_of_the_output_processor() -> None:
+def test_model_returns_the_processors_result_object() -> None:
     model, microbatch, context = small_model(), small_microbatch(), object()
     result = {"anything": object()}
     calls = []
@@ -69,7 +69,7 @@ def test_inputs_are_frozen() -> None:
     small_model()(small_microbatch(), output_processor=processor)
 
 
-def test_no_targets_means_logits() -> None:
+def test_without_targets_the_model_returns_logits() -> None:
     model, microbatch = small_model(), small_microbatch()
     assert torch.equal(model(microbatch, targets=None), model(microbatch))
     assert torch.equal(model(microbatch, targets=False), model(microbatch))
@@ -94,13 +94,13 @@ def test_gradients_through_a_processor_equal_those_through_logits(tied: bool) ->
 
 
 @TIED
-def test_the_one_sweep_objective_equals_the_two_pass_form(tied: bool) -> None:
+def test_single_pass_objective_equals_two_passes(tied: bool) -> None:
     microbatch = small_microbatch(4, 7, 3, weight=[1.0, -0.5, 2.0])
 
     def loss(logprob: torch.Tensor, entropy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return -weight * logprob - 0.1 * entropy
 
-    def one_sweep(inputs: OutputInputs, context: None) -> torch.Tensor:
+    def single_pass(inputs: OutputInputs, context: None) -> torch.Tensor:
         columns = inputs.microbatch.column("weight")
         return inputs.head.objective(inputs.hidden, inputs.microbatch.targets, loss, columns, entropy=True).loss
 
@@ -109,7 +109,7 @@ def test_the_one_sweep_objective_equals_the_two_pass_form(tied: bool) -> None:
         return loss(stats.logprob, stats.entropy, inputs.microbatch.column("weight")).sum()
 
     results = []
-    for processor in (one_sweep, two_passes):
+    for processor in (single_pass, two_passes):
         model = small_model(tied_head=tied, logit_scale=0.8, logit_softcap=4.0)
         total = model(microbatch, output_processor=processor)
         total.backward()
@@ -146,7 +146,7 @@ def test_topk_equals_sorted_log_softmax() -> None:
     assert torch.equal(ids, expected.indices)
 
 
-def test_sequence_level_objective_sees_its_own_sequences() -> None:
+def test_sequence_level_objective_gets_its_own_sequences() -> None:
     model = small_model()
     microbatch = small_microbatch(4, 6, 2)
     sums = model(
@@ -164,7 +164,7 @@ def run_plan(model: LanguageModel, *arguments: Any, **keywords: Any) -> Any:
 
 
 @pytest.mark.parametrize("run", [LanguageModel.__call__, run_plan], ids=["forward", "plan"])
-def test_the_hook_is_given_by_keyword_alone_and_called_once_with_its_context(run: Callable[..., Any]) -> None:
+def test_processor_is_keyword_only_and_called_once_with_its_context(run: Callable[..., Any]) -> None:
     model, microbatch, marker, calls = small_model(), small_microbatch(), object(), []
 
     def processor(*arguments: Any, **keywords: Any) -> str:
@@ -193,7 +193,7 @@ def test_the_hook_is_given_by_keyword_alone_and_called_once_with_its_context(run
         ({"hidden": torch.zeros(17, 16)}, "embeds the microbatch's tokens itself"),
     ],
 )
-def test_misuse_is_refused_in_a_sentence(arguments: dict, sentence: str) -> None:
+def test_misuse_is_refused_with_clear_error(arguments: dict, sentence: str) -> None:
     with pytest.raises((ValueError, TypeError), match=sentence):
         small_model()(small_microbatch(), **arguments)
 
@@ -206,7 +206,7 @@ def test_a_processor_on_a_stage_without_a_head_is_refused() -> None:
         first.output_head()
 
 
-def test_an_empty_microbatch_weighs_nothing() -> None:
+def test_empty_microbatch_has_zero_weight() -> None:
     model = small_model()
     full = small_microbatch()
     empty = Microbatch(
@@ -229,8 +229,8 @@ def test_an_empty_microbatch_weighs_nothing() -> None:
     assert all(p.grad is None or p.grad.abs().sum() == 0 for p in model.parameters())
 
 
-def test_a_head_is_computed_as_its_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In chunks as small as the budget says, with the same log-probs; by the backend that is asked for."""
+def test_head_uses_the_configured_budget_and_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks as small as the budget give the same log-probs; the configured backend is used."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     chunks: list[int] = []
     accumulate = torch_epilogue.accumulate

@@ -132,7 +132,7 @@ BROKEN = [
 ]
 
 
-def raised(text, symbols=SYMBOLS):
+def assert_raises_at(text, symbols=SYMBOLS):
     with pytest.raises(PatternError) as caught:
         Pattern.parse(text, symbols=symbols)
     return caught.value
@@ -140,7 +140,7 @@ def raised(text, symbols=SYMBOLS):
 
 @pytest.mark.parametrize(("text", "character", "column"), BROKEN, ids=[repr(text)[:24] for text, *_ in BROKEN])
 def test_broken_text_is_refused_at_its_column(text, character, column):
-    error = raised(text)
+    error = assert_raises_at(text)
     assert (error.text, error.column, text[column - 1]) == (text, column, character)
     sentence, pattern_line, caret = str(error).split("\n")
     assert pattern_line[caret.index("^")] == (character if character.isprintable() else " ")
@@ -157,27 +157,27 @@ def parsed(text):
 
 
 def test_empty_text_is_refused():
-    assert raised("").column == 1
+    assert assert_raises_at("").column == 1
 
 
-def test_error_is_the_sentence_of_the_style_guide():
-    assert str(raised("[*E-]")) == (
+def test_error_message_of_a_misplaced_terminal():
+    assert str(assert_raises_at("[*E-]")) == (
         "pattern \"[*E-]\": 'E' must be last in its group (column 3). Write [*E]- or [*E].\n[*E-]\n  ^"
     )
 
 
 @many
 @given(st.text(MIXERS, max_size=5), st.text("E", min_size=1, max_size=4), st.text(sorted(SYMBOLS), min_size=1))
-def test_mend_of_a_misplaced_terminal_is_a_pattern_of_the_same_blocks(mixers, terminals, remaining):
+def test_suggested_pattern_has_the_same_blocks(mixers, terminals, remaining):
     blocks = mixers + terminals + remaining
-    error = raised(f"[{blocks}]")
+    error = assert_raises_at(f"[{blocks}]")
     full_fix, first = error.fix.removeprefix("Write ").removesuffix(".").split(" or ")
     assert Pattern.parse(full_fix).blocks == blocks
     assert Pattern.parse(first).layers == (blocks[: error.column - 1],)
 
 
 def test_error_survives_pickling():
-    error = raised("[*E-]")
+    error = assert_raises_at("[*E-]")
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.text, copy.column) == (str(error), error.text, error.column)
 
@@ -192,8 +192,8 @@ ALPHABET = "MG*S+-E[](){}|/ 0123"
 
 
 @st.composite
-def nearly_patterns(draw):
-    """A right text with one character replaced, put in or left out."""
+def almost_valid_patterns(draw):
+    """Returns a valid text with one character replaced, inserted or removed."""
     text, _ = draw(texts)
     at = draw(st.integers(0, len(text)))
     return text[:at] + draw(st.text(ALPHABET, max_size=1)) + text[at + draw(st.integers(0, 1)) :]
@@ -201,12 +201,12 @@ def nearly_patterns(draw):
 
 @settings(max_examples=200)
 @given(
-    nearly_patterns()
+    almost_valid_patterns()
     | st.text(ALPHABET, max_size=30)
     | st.text(st.characters() | st.sampled_from("*[]{}"), max_size=12)
 )
 @pytest.mark.slow
-def test_any_text_parses_or_is_refused_within_itself(text):
+def test_any_text_parses_or_its_error_column_is_within_it(text):
     pattern, error = parsed(text)
     if error is None:
         assert Pattern.parse(str(pattern)) == pattern
@@ -228,7 +228,7 @@ def test_printed_pattern_reads_back(pattern):
 @many
 @given(st.lists(texts, min_size=1, max_size=2), st.none() | texts, st.integers(1, 3))
 @pytest.mark.slow
-def test_text_means_what_it_spells_out(segments, depth, depths):
+def test_repeated_pattern_equals_its_expansion(segments, depth, depths):
     text = "|".join(text for text, _ in segments)
     meaning = Pattern(tuple(meaning for _, meaning in segments), (depth[1],) * depths if depth else ())
     if depth:
@@ -287,7 +287,7 @@ def test_mtp_and_empty_segments_are_kept():
         ((("*", "("),), (), "never closed"),
     ],
 )
-def test_data_that_no_text_means_is_refused(segments, mtp, problem):
+def test_data_without_a_textual_form_is_refused(segments, mtp, problem):
     with pytest.raises(PatternError, match=problem):
         Pattern(segments, mtp)
 
@@ -300,7 +300,7 @@ def test_data_of_another_shape_is_a_type_error(segments):
 
 @many
 @given(patterns)
-def test_layers_and_blocks_are_numbered_without_gaps_whatever_the_cuts(pattern):
+def test_layers_and_blocks_are_numbered_without_gaps_for_any_cuts(pattern):
     uncut = Pattern((pattern.layers,), pattern.mtp)
     first_block = 0
     for index in range(len(pattern)):
@@ -334,7 +334,7 @@ def test_block_names(blocks, names):
     assert block_names(blocks) == names
 
 
-def test_custom_symbols_survive_every_way_out():
+def test_custom_symbols_round_trip():
     symbols = {"*": "attention", "R": "recurrence", "1": "mlp"}
     pattern = Pattern.parse("[R1]{4}[*1]/[RR1]", symbols=symbols)
     assert pattern.layer(0).names == ("recurrence", "mlp")
@@ -342,15 +342,15 @@ def test_custom_symbols_survive_every_way_out():
     for copied in (copy.deepcopy(pattern), pickle.loads(pickle.dumps(pattern))):
         assert copied == pattern
         assert copied.layer(4).names == ("attention", "mlp")
-    assert raised("[R1]").column == 2
-    assert raised("[*-]", symbols).column == 3
+    assert assert_raises_at("[R1]").column == 2
+    assert assert_raises_at("[*-]", symbols).column == 3
 
 
 @pytest.mark.parametrize(
     "symbols",
     [{"[": "x"}, {" ": "x"}, {"ab": "x"}, {"": "x"}, {"\0": "x"}, {"*": "a.b"}, {"*": ""}, {"*": "mlp_2"}],
 )
-def test_impossible_symbols_are_refused(symbols):
+def test_invalid_symbols_are_refused(symbols):
     with pytest.raises(ValueError, match="cannot be"):
         Pattern.parse("*", symbols=symbols | {"*": symbols.get("*", "attention")})
 
@@ -362,7 +362,7 @@ end_costs = st.sampled_from([0, 0.7, 4, 25])
 
 @many
 @given(uncut_patterns, st.integers(1, 9), block_costs, end_costs, end_costs)
-def test_stages_are_the_best_of_all_ways_to_cut(pattern, count, cost, embedding_cost, head_cost):
+def test_stage_split_is_optimal(pattern, count, cost, embedding_cost, head_cost):
     count = min(count, len(pattern))
     arguments = {"cost": cost.__getitem__, "embedding_cost": embedding_cost, "head_cost": head_cost}
     stages = pattern.stages(count, **arguments)
@@ -410,7 +410,7 @@ def test_stages_of_a_cut_pattern_are_its_segments_joined(pattern, count):
     assert pattern.stages(1) == (range(len(pattern)),)
 
 
-def test_error_of_segments_points_at_the_first_cut():
+def test_segment_error_points_at_the_first_cut():
     with pytest.raises(PatternError, match="out of 1, 3, or move the cuts") as caught:
         Pattern.parse("[*-]{2} | * | *").stages(2)
     assert (caught.value.text, caught.value.column) == ("[*-]{2}|*|*", 8)
@@ -420,13 +420,13 @@ def test_ties_go_to_the_early_stages():
     assert Pattern.parse("*{7}").stages(3) == (range(3), range(3, 5), range(5, 7))
 
 
-def test_the_costliest_stage_matters_before_evenness():
+def test_largest_stage_cost_is_minimised_before_evenness():
     cost = {"M": 1, "*": 4, "G": 2, "S": 3}
     stages = Pattern.parse("M*GGMS").stages(4, cost=cost.__getitem__)  # loads 1 4 4 4; 5 2 3 3 has smaller squares
     assert stages == (range(1), range(1, 2), range(2, 4), range(4, 6))
 
 
-def test_embedding_and_head_weigh_on_the_ends():
+def test_embedding_and_head_count_as_cost_of_first_and_last_stage():
     stages = Pattern.parse("[*-]{10}").stages(3, embedding_cost=2, head_cost=8)
     assert [len(stage) for stage in stages] == [4, 5, 1]
 
@@ -444,7 +444,7 @@ def test_no_stages_are_refused(count):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
 @pytest.mark.parametrize("stage", ["cost", "embedding_cost", "head_cost"])
-def test_impossible_costs_are_refused(stage, value):
+def test_invalid_costs_are_refused(stage, value):
     argument = (lambda _: value) if stage == "cost" else value
     with pytest.raises(ValueError, match=r"The cost of (block '\*'|the embedding|the head) is"):
         Pattern.parse("**").stages(2, **{stage: argument})

@@ -13,8 +13,8 @@ from tests.equality import assert_equal
 from tests.model.small import small_config, small_microbatch
 
 
-def kept_and_gradients(recompute: Any) -> tuple[int, dict[str, Tensor]]:
-    """Bytes that the graph holds on to besides parameters, and the gradients."""
+def saved_bytes_and_gradients(recompute: Any) -> tuple[int, dict[str, Tensor]]:
+    """Returns the bytes that the graph keeps besides parameters, and the gradients."""
     model = LanguageModel(small_config("[*-][S-][*E]*[M-]G"), recompute=recompute)
     parameter_pointers = {parameter.data_ptr() for parameter in model.parameters()}
     kept_bytes: dict[int, int] = {}
@@ -34,13 +34,13 @@ def kept_and_gradients(recompute: Any) -> tuple[int, dict[str, Tensor]]:
 
 
 def test_recompute_saves_fewer_activations_with_equal_gradients() -> None:
-    everything, expected = kept_and_gradients("none")
+    everything, expected = saved_bytes_and_gradients("none")
     for recompute in ("selective", "full"):
-        _, gradients = kept_and_gradients(recompute)
+        _, gradients = saved_bytes_and_gradients(recompute)
         assert gradients.keys() == expected.keys()
         for name, gradient in gradients.items():
             assert_equal(gradient, expected[name], name)
-    assert kept_and_gradients("full")[0] < 0.5 * everything
+    assert saved_bytes_and_gradients("full")[0] < 0.5 * everything
 
 
 def calls_of_norms(recompute: Any) -> dict[str, int]:
@@ -58,9 +58,9 @@ def test_activations_that_are_not_saved_are_recomputed() -> None:
     assert set(once.values()) == {1}
     for recompute in ("selective", "full"):
         assert calls_of_norms(recompute) == dict.fromkeys(once, 2)
-    assert kept_and_gradients("selective")[0] < kept_and_gradients("none")[0]
+    assert saved_bytes_and_gradients("selective")[0] < saved_bytes_and_gradients("none")[0]
 
 
-def test_an_unknown_word() -> None:
+def test_unknown_recompute_mode_is_refused() -> None:
     with pytest.raises(ValueError, match="recompute is 'some', but the choices are 'none', 'selective', 'full'"):
         LanguageModel(small_config(), recompute="some")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Routing replay: equal to a router that makes the given choice, and to the router's own choice at -1."""
+"""Routing replay: equals a router that makes the given choice, and the router's own choice at -1."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def microbatch(routing: Tensor | None = None, depths: int = 0) -> Microbatch:
 
 
 def learned(of: LanguageModel, batch: Microbatch, objective: Any = None) -> dict[str, Tensor]:
-    """Logits, or an objective's loss, every gradient, and what blocks counted."""
+    """Returns logits or an objective's loss, every gradient, and the block counters."""
     of.zero_grad()
     for buffer in of.buffers():
         buffer.zero_()
@@ -73,7 +73,7 @@ def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
 
 
 def replayed(block: Any) -> tuple[float, float] | None:
-    """Given choices that the router would not have made, and all given ones; None if nothing was measured."""
+    """Returns the number of replayed choices that differ from the router's, and of all; None if not measured."""
     sums = block.take_metric_sums()
     if sums is None:
         return None
@@ -92,11 +92,11 @@ def own_choices(of: LanguageModel, batch: Microbatch, monkeypatch: pytest.Monkey
     return torch.stack([choices[name] for name in of.config.routers], 1)
 
 
-def test_routers_are_those_of_the_trunk_in_order() -> None:
+def test_routing_covers_the_trunk_routers_in_order() -> None:
     assert small_config("[*E]-[*E]/[*E]").routers == {"layers.0.moe": (2, 5), "layers.2.moe": (2, 5)}
 
 
-def test_own_choice_replayed_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaying_the_routers_own_choice_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     moe = model()
     router_choices = own_choices(moe, microbatch(), monkeypatch)
     expected = learned(moe, microbatch())
@@ -108,7 +108,7 @@ def test_own_choice_replayed_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-def test_another_choice_equals_a_router_that_makes_it(monkeypatch: pytest.MonkeyPatch, scores: Any) -> None:
+def test_replayed_choice_equals_a_router_that_makes_it(monkeypatch: pytest.MonkeyPatch, scores: Any) -> None:
     moe = model(experts=replace(EXPERTS, scores=scores))
     routing = random_routing(2, TOKENS)
     routing[3:6] = -1  # these choose
@@ -128,7 +128,7 @@ def test_another_choice_equals_a_router_that_makes_it(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recomputed_it_is_the_same_and_counted_once(recompute: Any) -> None:
+def test_replay_with_recompute_is_equal_and_counted_once(recompute: Any) -> None:
     routing = random_routing(2, TOKENS)
     plain, recomputed = model(), model(recompute=recompute)
     assert_same(learned(recomputed, microbatch(routing)), learned(plain, microbatch(routing)))
@@ -138,8 +138,8 @@ def test_recomputed_it_is_the_same_and_counted_once(recompute: Any) -> None:
         assert (again_sums is None) if sums is None else torch.equal(sums, again_sums)
 
 
-def test_depths_choose_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The experts of the trunk are given; those of a depth's block are not, and count as none."""
+def test_mtp_depths_are_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trunk's experts are given; those of a depth's block are not, and do not count."""
     ahead = model("[*E]/[*E]")
     objective = MTP(objective=SFT())
     router_choices = own_choices(ahead, microbatch(depths=1), monkeypatch)
@@ -151,7 +151,7 @@ def test_depths_choose_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [replayed(block) for block in ahead.blocks] == [None, (0, 2 * TOKENS), None, (0, 0)]
 
 
-def test_the_share_that_changed_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fraction_of_changed_choices_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     moe = model("[*E]")
     routing = own_choices(moe, microbatch(), monkeypatch)
     routing = routing.flip(-1)  # another order is no other choice
@@ -188,7 +188,7 @@ def test_wrong_routing_columns_and_models_without_experts_raise() -> None:
 
 
 @pytest.mark.parametrize("number", [-2, 5])
-def test_experts_that_are_not_there(number: int) -> None:
+def test_expert_ids_out_of_range_are_refused(number: int) -> None:
     routing = random_routing(2, TOKENS)
     routing[4, 1, 0] = number
     with pytest.raises(ValueError, match=rf"expert {number} of layers\.2\.moe.*from 0 to 4"):

@@ -1,4 +1,4 @@
-"""A schedule plan equals forward and backward to the bit, also interleaved with another microbatch's."""
+"""A schedule plan equals forward and backward bit for bit, also interleaved with another microbatch's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def batch(depths: int = 0) -> list[Microbatch]:
 
 @dataclass(frozen=True)
 class Processor:
-    """MTPOptions for depths, where there are some, and says so beforehand or not."""
+    """Has MTPOptions for models with depths, which declare the requested depths, or not."""
 
     mtp_options: MTPOptions | None = field(default_factory=MTPOptions)
     stop_trunk: bool = False
@@ -39,15 +39,15 @@ class Processor:
 
     def __call__(self, inputs: OutputInputs, bonus: float) -> dict[str, Any]:
         stats = inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets, entropy=True)
-        loss = (-stats.logprob - bonus * stats.entropy).sum() + _size(inputs)
+        loss = (-stats.logprob - bonus * stats.entropy).sum() + _squared_norm(inputs)
         if inputs.config.pattern.mtp:
             for depth in inputs.depths(stop_trunk=self.stop_trunk, stop_head=self.stop_head):
                 loss = loss - 0.3 * depth.head.logprobs(depth.hidden, depth.microbatch.targets).logprob.sum()
-                loss = loss + _size(depth)
+                loss = loss + _squared_norm(depth)
         return {"loss": loss, "parts": [stats.logprob.detach(), (inputs.microbatch.index, "text")]}
 
 
-def _size(inputs: OutputInputs) -> Tensor:
+def _squared_norm(inputs: OutputInputs) -> Tensor:
     """A second use of the states, and a third."""
     return (0.01 * inputs.hidden.square() + 0.03 * inputs.hidden).sum()
 
@@ -59,7 +59,7 @@ def gradients(model: LanguageModel) -> Gradients:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def unplanned(model: LanguageModel, microbatches: list[Microbatch], processor: Processor = processor) -> list[Any]:
+def run_unplanned(model: LanguageModel, microbatches: list[Microbatch], processor: Processor = processor) -> list[Any]:
     results = []
     for microbatch in microbatches:
         results.append(model(microbatch, output_processor=processor, output_processor_context=0.1))
@@ -67,8 +67,8 @@ def unplanned(model: LanguageModel, microbatches: list[Microbatch], processor: P
     return results
 
 
-def planned(model: LanguageModel, microbatches: list[Microbatch], processor: Processor = processor) -> list[Any]:
-    """Each forward in turn with the backward of the one before."""
+def run_planned(model: LanguageModel, microbatches: list[Microbatch], processor: Processor = processor) -> list[Any]:
+    """Runs each forward interleaved with the backward of the previous microbatch."""
     results: list[Any] = []
     backwards: list[Any] = []
     for microbatch in microbatches:
@@ -80,7 +80,7 @@ def planned(model: LanguageModel, microbatches: list[Microbatch], processor: Pro
 
 
 def run_deferred(model: LanguageModel, microbatches: list[Microbatch]) -> list[Any]:
-    """All forwards, all backwards, and only then the gradients of weights."""
+    """Runs all forwards, all backwards, and then the weight gradients."""
     options = {"output_processor": processor, "output_processor_context": 0.1}
     plans = [model.build_schedule_plan(microbatch, **options) for microbatch in microbatches]
     results = [plan.forward() for plan in plans]
@@ -114,29 +114,32 @@ def assert_alike(plain: LanguageModel, planned: LanguageModel, results: list[Any
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("pattern", ["[*-]{3}", "[*E]{2}", pytest.param("M[G-][S+E]/[*E]", marks=pytest.mark.slow)])
-def test_taking_turns_changes_nothing(pattern: str, tied: bool, recompute: Any) -> None:
+def test_interleaved_microbatches_equal_separate_ones(pattern: str, tied: bool, recompute: Any) -> None:
     config = small_config(pattern, tied_head=tied)
     plain, interleaved = (LanguageModel(config, recompute=recompute) for _ in range(2))
     microbatches = batch(len(config.pattern.mtp))
-    assert_alike(plain, interleaved, unplanned(plain, microbatches), planned(interleaved, microbatches))
+    assert_alike(plain, interleaved, run_unplanned(plain, microbatches), run_planned(interleaved, microbatches))
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("selective", marks=pytest.mark.thorough), "full"])
 @pytest.mark.parametrize("pattern", ["[*E]{2}", "M[G-][S+E]/[*E]"])
-def test_weights_that_come_after_all_else_get_the_same(pattern: str, recompute: Any) -> None:
+def test_deferred_weight_gradients_equal_immediate_ones(pattern: str, recompute: Any) -> None:
     config = small_config(pattern, tied_head=True)
     plain, planned = (LanguageModel(config, recompute=recompute) for _ in range(2))
     microbatches = batch(len(config.pattern.mtp))
-    assert_alike(plain, planned, unplanned(plain, microbatches), run_deferred(planned, microbatches))
+    assert_alike(plain, planned, run_unplanned(plain, microbatches), run_deferred(planned, microbatches))
 
 
 @pytest.mark.parametrize("recompute", ["none", *(pytest.param(mode, marks=pytest.mark.thorough) for mode in AGAIN)])
-@pytest.mark.parametrize("processor_type", [Processor(), Processor(mtp_options=None)], ids=["said", "not said"])
-def test_one_depth_used_again_has_one_gradient(processor_type: Processor, recompute: Any) -> None:
+@pytest.mark.parametrize("processor_type", [Processor(), Processor(mtp_options=None)], ids=["declared", "undeclared"])
+def test_repeated_depth_has_one_gradient(processor_type: Processor, recompute: Any) -> None:
     config = small_config("[*-]/[*-][*E]/[*-][*E]/[*-][*E]", mtp_repeated=True)
     plain, interleaved = (LanguageModel(config, recompute=recompute) for _ in range(2))
     assert_alike(
-        plain, interleaved, unplanned(plain, batch(3), processor_type), planned(interleaved, batch(3), processor_type)
+        plain,
+        interleaved,
+        run_unplanned(plain, batch(3), processor_type),
+        run_planned(interleaved, batch(3), processor_type),
     )
 
 
@@ -164,13 +167,16 @@ def test_a_layer_that_is_used_twice_completes_once_after_both_uses() -> None:
         Processor(MTPOptions(stop_trunk=True), stop_trunk=True),
         pytest.param(Processor(stop_head=True), marks=pytest.mark.thorough),
     ],
-    ids=["said", "not said", "stop_trunk", "stop_head"],
+    ids=["declared", "undeclared", "stop_trunk", "stop_head"],
 )
 def test_planned_mtp_depths_equal_those_of_a_forward(processor_type: Processor, recompute: Any) -> None:
     config = small_config("[*E]/[*E]/[*E]", tied_head=True)
     plain, interleaved = (LanguageModel(config, recompute=recompute) for _ in range(2))
     assert_alike(
-        plain, interleaved, unplanned(plain, batch(2), processor_type), planned(interleaved, batch(2), processor_type)
+        plain,
+        interleaved,
+        run_unplanned(plain, batch(2), processor_type),
+        run_planned(interleaved, batch(2), processor_type),
     )
 
 
@@ -180,7 +186,7 @@ def exchanges(model: LanguageModel, processor: Any) -> list[str]:
 
 
 def test_a_plan_overlaps_the_exchanges_of_mtp_depths_if_the_processor_has_mtp_options() -> None:
-    model = LanguageModel(small_config("[*E]/[*E]"), blocks={**BLOCKS, "E": FarMoE})
+    model = LanguageModel(small_config("[*E]/[*E]"), blocks={**BLOCKS, "E": ExchangingMoE})
     trunk_exchanges = ["layers.0 moe.dispatch", "layers.0 moe.combine"]
     assert exchanges(model, processor) == [
         *trunk_exchanges,
@@ -188,7 +194,7 @@ def test_a_plan_overlaps_the_exchanges_of_mtp_depths_if_the_processor_has_mtp_op
         "mtp.0.layers.0 moe.combine",
     ]
     assert exchanges(model, Processor(mtp_options=None)) == trunk_exchanges
-    repeated = LanguageModel(small_config("[*E]/[*E]/[*E]", mtp_repeated=True), blocks={**BLOCKS, "E": FarMoE})
+    repeated = LanguageModel(small_config("[*E]/[*E]/[*E]", mtp_repeated=True), blocks={**BLOCKS, "E": ExchangingMoE})
     assert exchanges(repeated, processor) == [
         *trunk_exchanges,
         *["mtp.0.layers.0 moe.dispatch", "mtp.0.layers.0 moe.combine"] * 2,
@@ -199,18 +205,18 @@ def test_a_processor_that_requests_depths_unlike_its_mtp_options_is_refused() ->
     with pytest.raises(
         ValueError, match=r"requests depths with stop_trunk=True, but its `mtp_options` has stop_trunk=False"
     ):
-        planned(LanguageModel(small_config("[*-]/[*-]")), batch(1), Processor(stop_trunk=True))
+        run_planned(LanguageModel(small_config("[*-]/[*-]")), batch(1), Processor(stop_trunk=True))
 
 
 @dataclass
 class Result:
-    """A result that is no tree to torch."""
+    """A result type that is not a pytree node."""
 
     loss: Tensor
     nested: dict[str, Any]
 
 
-def test_any_result_passes_as_it_is() -> None:
+def test_any_result_type_is_returned_unchanged() -> None:
     model = LanguageModel(small_config("[*E]"))
     results: list[Result] = []
 
@@ -228,7 +234,7 @@ def test_any_result_passes_as_it_is() -> None:
     assert all(gradient is not None for gradient in gradients(model).values())
 
 
-def test_without_a_processor_it_returns_what_a_forward_does() -> None:
+def test_plan_without_a_processor_equals_forward() -> None:
     model = LanguageModel(small_config("[*-]"))
     (microbatch, *_) = batch()
     assert torch.equal(model.build_schedule_plan(microbatch).forward(), model(microbatch))
@@ -236,8 +242,8 @@ def test_without_a_processor_it_returns_what_a_forward_does() -> None:
 
 
 @dataclass(frozen=True)
-class Heard(Recorder):
-    """Writes down what a plan says that it does, and for which microbatch."""
+class RecordedSpans(Recorder):
+    """Records the spans of a plan, with their microbatches."""
 
     log: list[tuple[int, str, str]]
     microbatch: int = 0
@@ -249,17 +255,17 @@ class Heard(Recorder):
 
 
 @dataclass(frozen=True)
-class LoggedWay:
-    """A way to nowhere, which says when rows leave and arrive."""
+class LoggedExchange:
+    """An exchange with this rank alone, which logs when rows are sent and received."""
 
     @property
-    def reverse(self) -> LoggedWay:
+    def reverse(self) -> LoggedExchange:
         return self
 
     def __call__(self, rows: Tensor, *arguments: Any) -> Tensor:
         return rows * 1.0
 
-    def start(self, rows: Tensor, kind: str, name: str, heard: Heard) -> Callable[[], Tensor]:
+    def start(self, rows: Tensor, kind: str, name: str, heard: RecordedSpans) -> Callable[[], Tensor]:
         heard.log.append((heard.microbatch, "start", f"{kind} {name}"))
 
         def wait() -> Tensor:
@@ -269,12 +275,12 @@ class LoggedWay:
         return wait
 
 
-class FarMoE(MoE):
-    """Experts that rows are sent to and back from, though all are here."""
+class ExchangingMoE(MoE):
+    """Experts whose rows are sent and returned, although all experts are local."""
 
     def steps(self) -> tuple[LayerStep, ...]:
         def between() -> Iterator[LayerStep]:
-            for step in super(FarMoE, self).steps():
+            for step in super(ExchangingMoE, self).steps():
                 yield from [exchange("dispatch", "rows", plan_name="to_experts")] if step.name == "experts" else []
                 yield replace(step, syncs_host=True) if step.name == "plan" else step
                 yield from [exchange("combine", "rows", plan_name="to_tokens")] if step.name == "experts" else []
@@ -282,7 +288,7 @@ class FarMoE(MoE):
         return tuple(between())
 
     def plan(self, pending_route: Any, context: ForwardContext) -> dict[str, Any]:
-        return {**super().plan(pending_route, context), "to_experts": LoggedWay(), "to_tokens": LoggedWay()}
+        return {**super().plan(pending_route, context), "to_experts": LoggedExchange(), "to_tokens": LoggedExchange()}
 
 
 @pytest.mark.parametrize(
@@ -295,15 +301,15 @@ class FarMoE(MoE):
         ("[*E][*-]/[*-][*E]", False),
     ],
 )
-def test_every_exchange_is_under_way_while_the_other_computes(pattern: str, repeated: bool) -> None:
-    """In a turn of two nobody arrives, nor hears how many rows come, before the other has computed something."""
+def test_every_exchange_overlaps_the_other_microbatchs_compute(pattern: str, repeated: bool) -> None:
+    """Between the start of an exchange or size exchange and its wait, the other microbatch computes something."""
     config = small_config(pattern, mtp_repeated=repeated)
-    plain, far = LanguageModel(config), LanguageModel(config, blocks={**BLOCKS, "E": FarMoE})
+    plain, far = LanguageModel(config), LanguageModel(config, blocks={**BLOCKS, "E": ExchangingMoE})
     first, second, *_ = batch(len(config.pattern.mtp))
     log: list[tuple[int, str, str]] = []
     plans = [
         far.build_schedule_plan(
-            model, output_processor=processor, output_processor_context=0.1, recorder=Heard(log, number)
+            model, output_processor=processor, output_processor_context=0.1, recorder=RecordedSpans(log, number)
         )
         for number, model in enumerate((first, second))
     ]
@@ -312,7 +318,7 @@ def test_every_exchange_is_under_way_while_the_other_computes(pattern: str, repe
     results.append(interleave(plans[1].forward_steps(), plans[0].backward_steps(results[0]["loss"]))[0])
     events, log = log.copy(), []
     plans[1].backward(results[1]["loss"])
-    assert_alike(plain, far, unplanned(plain, [first, second]), results)
+    assert_alike(plain, far, run_unplanned(plain, [first, second]), results)
     starts = [index for index, (_, kind, _) in enumerate(events) if kind == "start"]
     assert len(starts) == 4 * pattern.replace("{3}", "[*E]" * 2).count("E")
     for index in starts:
@@ -326,8 +332,8 @@ def test_every_exchange_is_under_way_while_the_other_computes(pattern: str, repe
         assert events[index - 1][0] == 0
 
 
-class WideMergeMoE(FarMoE):
-    """Puts several gradients off behind the experts, too."""
+class WideMergeMoE(ExchangingMoE):
+    """Defers several weight gradients after the experts, too."""
 
     def merge(
         self,
@@ -345,21 +351,21 @@ class WideMergeMoE(FarMoE):
 
 
 class RowlessMoE(WideMergeMoE):
-    """Experts that no row came to, and whose weights so put no gradient off."""
+    """Experts without rows, whose weights defer no gradient."""
 
     def run_experts(self, rows: Tensor, counts: Tensor, context: ForwardContext) -> Any:
         return {"rows": rows * 2.0}
 
 
-def test_modules_are_done_at_the_same_place_whatever_experts_got() -> None:
-    """Others may be waited for there: a rank whose experts got no rows must not come earlier than one with some."""
+def test_modules_complete_at_the_same_step_for_any_expert_load() -> None:
+    """Collectives may start there, so a rank whose experts got no rows must not be earlier than others."""
     experts = MoEConfig(experts=4, top_k=2, intermediate_size=12, latent_size=8)
     config = small_config("[*E]{3}", blocks={"E": experts})
 
     def heard(block: type[MoE]) -> list[tuple[int, str, str]]:
         log: list[tuple[int, str, str]] = []
         model = LanguageModel(config, blocks={**BLOCKS, "E": block})
-        options = {"output_processor": processor, "output_processor_context": 0.1, "recorder": Heard(log)}
+        options = {"output_processor": processor, "output_processor_context": 0.1, "recorder": RecordedSpans(log)}
         plan = model.build_schedule_plan(batch()[0], **options)
         plan.backward(plan.forward()["loss"], complete=lambda module: log.append((0, "done", type(module).__name__)))
         return [event for event in log if event[1] in ("start", "arrived", "done")]
@@ -371,7 +377,7 @@ def test_modules_are_done_at_the_same_place_whatever_experts_got() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gradient_that_was_put_off_is_the_same_to_the_bit(dtype: torch.dtype, bias: bool) -> None:
+def test_deferred_gradient_is_bit_identical(dtype: torch.dtype, bias: bool) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def leaf(*shape: int) -> Tensor:
@@ -391,7 +397,7 @@ def test_a_gradient_that_was_put_off_is_the_same_to_the_bit(dtype: torch.dtype, 
         assert torch.equal(tensor.grad, gradient)
 
 
-def test_a_frozen_weight_has_nothing_to_put_off() -> None:
+def test_frozen_weight_defers_no_gradient() -> None:
     later: DeferredWgrads = []
     with defer_wgrad(later):
         linear(torch.ones(2, 3, requires_grad=True), torch.ones(4, 3)).sum().backward()

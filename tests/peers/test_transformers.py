@@ -14,7 +14,7 @@ from postlude.integrations.hf import logprobs
 from postlude.ops.linear_logprobs import TokenStats
 from tests.conftest import Ranks
 from tests.equality import TOLERANCE
-from tests.integrations.test_hf import all_but_first, dense, model_of, tokens
+from tests.integrations.test_hf import all_but_first, logprobs_from_logits, model_of, tokens
 from tests.peers.frameworks import errors_of, report
 
 pytestmark = pytest.mark.peers
@@ -47,7 +47,7 @@ def with_gradients(model: nn.Module, logprob: Tensor, entropy: Tensor) -> dict[s
 
 
 def of_logits(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    return with_gradients(model, *dense(model(ids).logits, ids, all_but_first()))
+    return with_gradients(model, *logprobs_from_logits(model(ids).logits, ids, all_but_first()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

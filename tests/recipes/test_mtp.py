@@ -20,7 +20,7 @@ from postlude.recipes.mtp import describe_mtp, model_source
 from postlude.recipes.registry import RECIPES
 from postlude.recipes.run.outcome import RunOutcome
 from tests.conftest import Ranks
-from tests.hf.families import CONFIGS, saved
+from tests.hf.families import CONFIGS, saved_model
 from tests.hf.published import FILE, publish
 
 SETTINGS = ("--budget=256", "--steps=2", "--save_every=0", "--optimizer.lr=1e-3", "--optimizer.max_grad_norm=null")
@@ -197,7 +197,7 @@ def test_depths_come_from_files_that_hold_them_and_are_fresh_otherwise(tmp_path:
         ValueError, match="predicts 1 tokens further ahead with its own MTP layers, but the config has 2"
     ):
         model_source(with_mtp, MTPSettings(depths=2))
-    saved(CONFIGS["nemotron_h"](), Path(none))
+    saved_model(CONFIGS["nemotron_h"](), Path(none))
     assert describe_mtp(none, MTPSettings(depths=2)) == "2 depth(s) of *E, new: the model has none"
     assert describe_mtp(none, MTPSettings(layers="[M-]")) == "1 depth(s) of [M-], new: the model has none"
     assert describe_mtp("tiny-dense", MTPSettings()) == "1 depth(s) of [*-], new: the model has none"
