@@ -152,7 +152,7 @@ def call_attention(widths: tuple[int, int] = (128, 128), **config: float) -> Non
     call = attention.AttentionCall.of(
         (query, key, value), packing, packing, 0.1, config.get("window"), config.get("softcap")
     )
-    output, lse = attention.forward(query, key, value, None, call, operator=False)
+    output, lse = attention.forward(query, key, value, None, call)
     attention.backward(query, key, value, None, output, lse, output, call)
 
 

@@ -127,7 +127,7 @@ class NamedAdapters:
         loaded = None if name is None else self._loaded[name]
         slot = self.base if loaded is None else loaded.slot
         if slot is not self.slot:
-            attach_adapters(self.model, self.model.blocks, self.slot.adapters, slot.adapters)
+            attach_adapters(self.model, self.slot.adapters, slot.adapters)
             self.slot = slot
         if loaded is not None and slot.loaded != name:
             slot.values.copy_(loaded.values)

@@ -35,7 +35,6 @@ def add_adapters(model: nn.Module, blocks: Iterable[Block], adapters: AdapterCon
         for name, layer in block.named_modules():
             if config := adapters.get(f"{block.name}.{name}"):
                 cast(AdaptableLayer, layer).add_adapter(config)
-                block.has_adapter = True
 
 
 def meta_adapter(layer: nn.Module, config: AdapterConfig) -> Adapter:
@@ -49,15 +48,10 @@ def meta_adapter(layer: nn.Module, config: AdapterConfig) -> Adapter:
     return adapter
 
 
-def attach_adapters(
-    model: nn.Module, blocks: Iterable[Block], before: Mapping[str, Adapter], after: Mapping[str, Adapter]
-) -> None:
+def attach_adapters(model: nn.Module, before: Mapping[str, Adapter], after: Mapping[str, Adapter]) -> None:
     """Gives the layers of `after` these adapters, and those of `before` that are not among them none."""
     for name in (*before, *after):
         cast(AdaptableLayer, model.get_submodule(name)).adapter = after.get(name)
-    adapted = {".".join(name.split(".")[:count]) for name in after for count in range(1, name.count(".") + 1)}
-    for block in blocks:
-        block.has_adapter = block.name in adapted
 
 
 def is_adapter(name: str) -> bool:

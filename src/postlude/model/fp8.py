@@ -28,8 +28,6 @@ def use_fp8(blocks: Iterable[Block], tp: int) -> list[str]:
             _check_parts(f"{block.name}.{name}", layer, tp)
             layer.use_fp8()
         staying += [f"{block.name}.{name}" for name, _ in _layers(block) if name not in in_fp8]
-        # A fused block has one setting for all its products.
-        block.can_fuse = block.can_fuse and len({layer.fp8 for _, layer in _layers(block)}) <= 1
     return staying
 
 

@@ -27,7 +27,7 @@ from postlude.model.parallel import (
     sharded_parameter,
 )
 from postlude.ops.activation import gated_activation
-from postlude.ops.attention import CUDNN_MIN_LENGTH, ScoreConfig, attend, prefers_triton
+from postlude.ops.attention import ScoreConfig, attend
 from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.decode_linear import linear_add, norm_linear
 from postlude.ops.norm import Norm
@@ -185,35 +185,6 @@ class Attention(Block):
     def cuda_graphable(self) -> bool:
         """True where the decoding kernel takes heads of this size."""
         return self.config.head_dim <= MAX_HEAD_DIM
-
-    def fused_forward(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
-        """Supports rotary heads, if the Triton kernel is preferred and there is no context parallelism: see `Block`."""
-        config, packing, score_config = self.config, context.packing, self._score_config()
-        unsupported = (
-            config.qkv_bias or config.output_bias or config.output_gate or config.sinks or config.qk_norm == "full"
-        )
-        decode_state, cp_shard = context.decode_state, context.microbatch.cp_shard
-        if unsupported or not config.rotary or decode_state is not None or cp_shard is not None:
-            return None
-        head_dims = (config.head_dim, config.head_dim)
-        uses_triton = 0 < packing.max_length < CUDNN_MIN_LENGTH and prefers_triton(hidden, head_dims, score_config)
-        if not uses_triton:
-            return None
-        from postlude.ops.fused_block import fused_attention_block  # needs triton
-
-        return fused_attention_block(
-            hidden,
-            norm,
-            (local(self.q_proj.weight), local(self.k_proj.weight), local(self.v_proj.weight)),
-            local(self.o_proj.weight),
-            config.head_dim,
-            context.rotary(config.rotary, config.rotary_dim or config.head_dim),
-            self._head_norms(),
-            packing,
-            score_config,
-            operator=context.recompute == "selective",
-            fp8=self.o_proj.fp8,
-        )
 
     def fused_decode(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
         """Supports projections with a fused weight, and no output bias: see `Block`."""

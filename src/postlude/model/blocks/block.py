@@ -16,7 +16,7 @@ from postlude.model.context import ForwardContext
 from postlude.model.metric_sums import MetricSums
 from postlude.model.parallel import ColumnLinear, FSDPUnit, Linear, NoNorm, RMSNorm, Role, local, role_of
 from postlude.model.steps import LayerStep, compute
-from postlude.ops.norm import Norm, uses_kernel
+from postlude.ops.norm import Norm
 from postlude.world.mesh import Mesh
 
 
@@ -37,8 +37,7 @@ class Block(nn.Module):
 
     A block defines `sublayer`, or its own `steps`, the last of which calls `add_residual`.
     `hidden` is this rank's shard of the tokens, [T / tp, H]; the layers of `model.parallel` gather and scatter them.
-    `fused_forward` and `fused_decode` are faster implementations of the same block, chosen by device, number
-    of rows and whether gradients are needed.
+    `fused_decode` is a faster implementation of the same block, for the few rows of a decode step on a GPU.
     """
 
     Config: ClassVar[type[BlockConfig]]
@@ -61,8 +60,7 @@ class Block(nn.Module):
         self.norm_init = 1.0 - model.norm_offset
         self.norm = self._block_norm(model) if pre else NoNorm()
         self.post_norm = self._block_norm(model) if post else NoNorm()
-        self.can_fuse = pre and not post and config.residual_scale == 1.0 and mesh.tp.group is None
-        self.has_adapter = False  # whether a layer of it has an adapter
+        self.can_fuse_decode = pre and not post and config.residual_scale == 1.0 and mesh.tp.group is None
 
     def _block_norm(self, model: ModelConfig) -> RMSNorm:
         return RMSNorm(model.hidden_size, model.norm_eps, tp=self.mesh.tp, offset=model.norm_offset)
@@ -115,39 +113,29 @@ class Block(nn.Module):
         added: Tensor = self.post_norm(output)
         return {"hidden": hidden + (added if self.residual_scale == 1.0 else added * self.residual_scale)}
 
-    def fused_forward(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
-        """Computes the whole block as one autograd function, [T, H] -> [T, H]; None if not supported.
-
-        See `ops.fused_block`. It is called without tensor parallelism, on a GPU with Triton's kernels, for a block with
-        a pre-norm and a plain residual sum.
-        """
-        return None
-
     def fused_decode(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
         """Computes the whole block while decoding, without gradients: see `ops.decode_linear`. None if not supported.
 
+        It is called without tensor parallelism, for a block with a pre-norm and a plain residual sum, in bf16 on a GPU.
         It may overwrite `hidden`.
         """
         return None
 
     def _sublayer_and_residual(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Tensor]:
-        fused = self._fused_output(hidden, context) if hidden.is_cuda and self.can_fuse else None
-        if fused is not None:
-            return {"hidden": fused}
+        if (decoded := self._fused_decode_or_none(hidden, context)) is not None:
+            return {"hidden": decoded}
         hidden, normed = self.norm.with_residual(hidden)
         return self.add_residual(hidden, self.sublayer(normed, context))
 
-    def _fused_output(self, hidden: Tensor, context: ForwardContext) -> Tensor | None:
-        """Returns the result of `fused_forward` or `fused_decode`; None where neither applies."""
+    def _fused_decode_or_none(self, hidden: Tensor, context: ForwardContext) -> Tensor | None:
+        """Returns the result of `fused_decode`, and None where it does not apply."""
+        if context.decode_state is None or not self.can_fuse_decode or torch.is_grad_enabled():
+            return None
+        if not hidden.is_cuda or hidden.dtype != torch.bfloat16:
+            return None
         norm = self.norm
         assert isinstance(norm, RMSNorm)
-        weight = local(norm.weight)
-        arguments = Norm(weight, norm.eps, norm.offset)
-        if not torch.is_grad_enabled():
-            is_decoding = context.decode_state is not None and hidden.dtype == torch.bfloat16
-            return self.fused_decode(hidden, arguments, context) if is_decoding else None
-        is_training = hidden.requires_grad and not self.has_adapter and uses_kernel(hidden, weight)
-        return self.fused_forward(hidden, arguments, context) if is_training else None
+        return self.fused_decode(hidden, Norm(local(norm.weight), norm.eps, norm.offset), context)
 
 
 def reset_parameter(

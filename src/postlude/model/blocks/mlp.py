@@ -14,7 +14,7 @@ from postlude.model.block_config import BlockConfig
 from postlude.model.blocks.block import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
-from postlude.model.parallel import ColumnLinear, Linear, RowLinear, apply_linears, fused_operand, local
+from postlude.model.parallel import ColumnLinear, Linear, RowLinear, apply_linears, fused_operand
 from postlude.ops.activation import Activation, gated_activation
 from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.decode_linear import mlp_add
@@ -129,18 +129,6 @@ class MLP(Block):
     def fused_projections(self) -> tuple[tuple[ColumnLinear, ...], ...]:
         """Returns gate and up, in the order of their fused weight."""
         return ((*(() if self.gate_proj is None else (self.gate_proj,)), self.up_proj),)
-
-    def fused_forward(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
-        """Supports GEMMs and an activation only: see `Block`."""
-        config = self.config
-        if not config.is_plain:
-            return None
-        layers = [local(layer.weight) for layer in self.fused_projections()[0]]
-        from postlude.ops.fused_block import fused_mlp_block  # needs triton
-
-        return fused_mlp_block(
-            hidden, norm, layers, local(self.down_proj.weight), config.activation, self.down_proj.fp8
-        )
 
     def fused_decode(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
         """Supports a gated MLP of GEMMs and an activation only: see `Block`."""

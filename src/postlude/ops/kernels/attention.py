@@ -240,13 +240,8 @@ def forward(
     value: Tensor,
     sinks: Tensor | None,
     attention_call: AttentionCall,
-    *,
-    operator: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the output [T, heads, v] and the lse, fp32 [T, heads].
-
-    Selective recompute needs the call as a torch `operator`, which takes the host longer than a plain call.
-    """
+    """Returns the output [T, heads, v] and the lse, fp32 [T, heads]."""
     group, score_options = (
         query.shape[1] // key.shape[1],
         (attention_call.scale, attention_call.window, attention_call.softcap),
@@ -260,8 +255,7 @@ def forward(
     pack = _packed_heads(group, tile.rows)
     table = _table(_query_table, attention_call.queries, attention_call.keys, attention_call.window, tile.rows // pack)
     tile_sizes = [tile.rows, tile.keys, tile.warps, tile.stages, tile.tma]
-    call = torch.ops.postlude.attention if operator else _forward
-    output, lse = call(query, key, value, sinks, table, *score_options, tile_sizes)
+    output, lse = torch.ops.postlude.attention(query, key, value, sinks, table, *score_options, tile_sizes)
     return output, lse
 
 
@@ -274,17 +268,14 @@ def backward(
     lse: Tensor,
     gradient: Tensor,
     call: AttentionCall,
-    grad_value: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of query, key, value and sinks. `grad_value` may be given, dense within a token."""
+    """Returns the gradients of query, key, value and sinks."""
     queries, keys, window, softcap = call.queries, call.keys, call.window, call.softcap
     gradient = gradient.contiguous()
     heads, group = query.shape[1], query.shape[1] // key.shape[1]
-    grad_query, grad_key = (
-        torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (query, key)
+    grad_query, grad_key, grad_value = (
+        torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (query, key, value)
     )
-    if grad_value is None:
-        grad_value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     delta = torch.empty_like(lse)  # Σ output · its gradient
     strides_and_heads = _strides_and_heads(query, key, value)
 

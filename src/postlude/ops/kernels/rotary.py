@@ -49,17 +49,16 @@ def backward(
     offset: float,
     gradients: tuple[Tensor, Tensor],
     totals: tuple[Tensor | None, Tensor | None],
-    output: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Returns the gradients of query, key and both weights. Without weights, query and key are not needed.
 
-    The gradients of query and key are columns of one tensor: of `output` if given, dense [T, enough heads, width]. With
-    `totals` the weights' gradients are added to them instead of being returned.
+    The gradients of query and key are columns of one tensor. With `totals` the weights' gradients are added to them
+    instead of being returned.
     """
     grads = _with_adjacent_features(gradients[0]), _with_adjacent_features(gradients[1])
     (tokens, heads, width), total_heads = grads[0].shape, grads[0].shape[1] + grads[1].shape[1]
-    output = grads[0].new_empty(tokens, total_heads, width) if output is None else output
-    outputs = output[:, :heads], output[:, heads:total_heads]
+    output = grads[0].new_empty(tokens, total_heads, width)
+    outputs = output[:, :heads], output[:, heads:]
     query, key = (
         grads if query is None or key is None else (_with_adjacent_features(query), _with_adjacent_features(key))
     )
