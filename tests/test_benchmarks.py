@@ -251,6 +251,7 @@ SMOKES = {
     "weight_sync": [],
     "asynchrony": [],
     "batch_invariant": [],
+    "small_kernels": [],
     "headline": ["--rounds", "2", "--groups", "head", "first call, compiled"],
 }
 
