@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, get_args, get_origin, get_type_hints
 
@@ -57,16 +58,20 @@ class Bounds:
     most: float | None = None
     below: float | None = None
 
-    def check(self, name: str, value: float) -> None:
-        """Raises ValueError if the number is outside."""
-        low = (self.least is None or value >= self.least) and (self.above is None or value > self.above)
-        high = (self.most is None or value <= self.most) and (self.below is None or value < self.below)
-        if not (low and high and math.isfinite(value)):
-            raise ValueError(f"{name} is {value:g}, but it must be a number {self}.")
+    def check(self, name: str, value: Any) -> None:
+        """Raises ValueError if the value is no number, or is outside."""
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise ValueError(f"{name} is {value!r}, but it must be a {self}.")
+        number = float(value)
+        low = (self.least is None or number >= self.least) and (self.above is None or number > self.above)
+        high = (self.most is None or number <= self.most) and (self.below is None or number < self.below)
+        if not (low and high and math.isfinite(number)):
+            raise ValueError(f"{name} is {number:g}, but it must be a {self}.")
 
     def __str__(self) -> str:
         words = {"of at least": self.least, "above": self.above, "of at most": self.most, "below": self.below}
-        return " and ".join(f"{word} {bound:g}" for word, bound in words.items() if bound is not None)
+        parts = [f"{word} {bound:g}" for word, bound in words.items() if bound is not None]
+        return f"number {' and '.join(parts)}" if parts else "finite number"
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         """Returns pydantic's schema of the number, with the bounds. JSON Schema shows them too."""
@@ -76,6 +81,7 @@ class Bounds:
         return schema | finite | {name: bound for name, bound in bounds.items() if bound is not None}
 
 
+Finite: TypeAlias = Annotated[float, Bounds()]
 Positive: TypeAlias = Annotated[float, Bounds(above=0)]
 NonNegative: TypeAlias = Annotated[float, Bounds(least=0)]
 Fraction: TypeAlias = Annotated[float, Bounds(least=0, below=1)]
@@ -88,16 +94,14 @@ def check_bounds(value: Any) -> None:
 
 
 def _check(name: str, hint: Any, value: Any) -> None:
-    if value is None:
-        return
     if get_origin(hint) is Annotated:
         for bound in hint.__metadata__:
             if isinstance(bound, Bounds):
                 bound.check(name, value)
-    elif get_origin(hint) is tuple:
+    elif get_origin(hint) is tuple and value is not None:
         for index, (part, item) in enumerate(zip(get_args(hint), value, strict=False)):
             _check(f"{name}[{index}]", part, item)
-    else:
+    elif value is not None:
         for part in get_args(hint):  # of a union
             _check(name, part, value)
 

@@ -6,10 +6,13 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import math
+import operator
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from postlude import LanguageModel, Stage, export_hf, export_model, load_model, load_tokenizer, pack
 from postlude.hf.load import check_weights
 from postlude.hf.model_card import ModelCard
-from postlude.hf.read_model import read_description, read_generation_config
+from postlude.hf.read_model import read_description, read_generation_config, read_model
 from postlude.hf.reload import reload_weights
 from tests.hf.families import CONFIGS, saved_model
 
@@ -368,6 +371,54 @@ class TestBrokenSources:
         edit_config(directory, **changes)
         with pytest.raises(ValueError, match=sentence):
             load_model(directory)
+
+    @pytest.mark.parametrize(
+        ("family", "changes", "sentence"),
+        [
+            ("llama-mha", {"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "theta is 0, .* above 0"),
+            ("llama-mha", {"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "theta is -1, .* above 0"),
+            ("llama-mha", {"rope_parameters": {"rope_type": "default", "rope_theta": math.nan}}, "theta is nan"),
+            ("llama-mha", {"rope_parameters": {"rope_type": "default", "rope_theta": "1e4"}}, "theta is '1e4'"),
+            (
+                "llama-mha",
+                {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0}},
+                "factor is 0",
+            ),
+            ("llama-rope-yarn", {"rope_parameters.factor": 0.0}, "factor is 0, but it must be a number above 0"),
+            ("llama-rope-yarn", {"rope_parameters.rope_theta": 1.0}, "'yarn' needs a theta above 1"),
+            ("llama-rope-llama3", {"rope_parameters.low_freq_factor": 9.0}, "low_frequency_factor is 9, .* below"),
+            ("llama-mha", {"rms_norm_eps": 0.0}, "norm_eps is 0, but it must be a number above 0"),
+            ("llama-mha", {"rms_norm_eps": math.nan}, "norm_eps is nan"),
+            ("llama-mha", {"head_dim": 0}, "head_dim is 0, but it must be a number of at least 1"),
+            ("llama-mha", {"num_key_value_heads": 0}, "kv_heads is 0, but it must be a number of at least 1"),
+            ("llama-mha", {"intermediate_size": -1}, "intermediate_size is -1, but it must be"),
+            ("llama-mha", {"vocab_size": -1}, "vocab_size is -1, but it must be a number of at least 1"),
+            ("qwen2", {"initializer_range": math.inf}, "initializer_range is inf"),
+            ("qwen2", {"num_attention_heads": 0}, "num_attention_heads is 0"),
+            ("qwen3_moe", {"num_experts_per_tok": 99}, "top_k=99 of .* experts"),
+            ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+            ("deepseek_v3", {"n_group": 0}, "groups is 0"),
+            ("deepseek_v3", {"n_group": None}, "groups is None, but it must be a number of at least 1"),
+            ("deepseek_v3", {"q_lora_rank": 0}, "query_latent_size is 0"),
+            ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),
+            ("deepseek_v3", {"routed_scaling_factor": math.nan}, "weight_scale is nan, but it must be a finite number"),
+            ("gemma3", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar is -1"),
+            ("granitemoehybrid", {"logits_scaling": 0.0}, "logits_scaling is 0"),
+            ("granitemoehybrid", {"residual_multiplier": math.inf}, "residual_scale is inf"),
+            ("nemotron_h", {"mlp_hidden_act": "tanh"}, "mlp_hidden_act 'tanh' is not supported"),
+            ("qwen3_next", {"rope_parameters.partial_rotary_factor": math.inf}, "partial_rotary_factor is inf"),
+        ],
+    )
+    def test_impossible_numbers_of_a_config_are_refused(
+        self, tmp_path: Path, family: str, changes: dict[str, Any], sentence: str
+    ) -> None:
+        config = CONFIGS[family]().to_dict()
+        for name, value in changes.items():
+            *outer, last = name.split(".")
+            functools.reduce(operator.getitem, outer, config)[last] = value
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=rf"config\.json cannot be used: .*{sentence}"):
+            read_model(tmp_path)
 
     def test_index_names_a_tensor_missing_in_its_shard(self, tmp_path: Path) -> None:
         directory = export_hf(load_model("tiny-moe"), tmp_path / "model", max_shard_bytes=1_000_000)

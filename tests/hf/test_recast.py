@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -367,14 +368,22 @@ def test_block_without_default_sizes_gives_clear_error() -> None:
 
 
 def test_an_infinite_number_round_trips() -> None:
-    config = small_config("[*-]", logit_softcap=float("inf"))
+    config = small_config("[M-]")
     assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == dataclasses.replace(
-        config, blocks={symbol: config.blocks[symbol] for symbol in "*-"}
+        config, blocks={symbol: config.blocks[symbol] for symbol in "M-"}
     )
-    assert config_to_json(config)["logit_softcap"] == "inf"
+    assert config_to_json(config)["blocks"]["M"]["time_step_limit"] == [0.0, "inf"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnboundedConfig(MLPConfig):
+    """A config with a number of any value."""
+
+    offset: float = 0.0
 
 
 def test_config_that_json_cannot_store_is_refused_before_writing(tmp_path: Path) -> None:
+    config = small_config("[*-]", blocks={"-": UnboundedConfig(intermediate_size=20, offset=float("nan"))})
     with pytest.raises(ValueError, match="a config holds nan, a float, which JSON cannot represent"):
-        export_model(LanguageModel(small_config("[*-]", logit_scale=float("nan"))), tmp_path / "own")
+        export_model(LanguageModel(config), tmp_path / "own")
     assert not list(tmp_path.iterdir())

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from postlude.checks import Bounds
 from postlude.hf.family import EXPERT, HFConfig
 from postlude.model import ModelConfig, Pattern
 from postlude.model.block_config import NormPosition
@@ -56,9 +57,10 @@ def decoder_config(
     sliding = sliding if sliding is not None else sliding_layers(hf)
     second = layers if layers is not None else ["-"] * count
     partial = "rotary_dim" in attention
+    key_value_heads = getattr(hf, "num_key_value_heads", None)
     attention |= {
         "heads": hf.num_attention_heads,
-        "kv_heads": getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads,
+        "kv_heads": hf.num_attention_heads if key_value_heads is None else key_value_heads,
         "head_dim": head_dim(hf),
         "norm": norm,
     }
@@ -100,7 +102,11 @@ def model_config(
 
 def head_dim(hf: HFConfig) -> int:
     """Returns the head dimension, which a config may omit."""
-    return getattr(hf, "head_dim", None) or int(hf.hidden_size // hf.num_attention_heads)
+    width: int | None = getattr(hf, "head_dim", None)
+    if width is not None:
+        return width
+    Bounds(least=1).check("num_attention_heads", hf.num_attention_heads)
+    return int(hf.hidden_size // hf.num_attention_heads)
 
 
 def sliding_layers(hf: HFConfig) -> list[bool]:
@@ -125,7 +131,9 @@ def activation(hf: HFConfig, field: str = "hidden_act") -> Activation:
 def rotary_dim(hf: HFConfig) -> int:
     """Returns the number of rotated features of a head, for families that may rotate a part."""
     parameters = hf.rope_parameters.get("full_attention", hf.rope_parameters)
-    return int(head_dim(hf) * parameters.get("partial_rotary_factor", 1.0))
+    share = parameters.get("partial_rotary_factor", 1.0)
+    Bounds(above=0, most=1).check("partial_rotary_factor", share)
+    return int(head_dim(hf) * share)
 
 
 def rotary(hf: HFConfig, layer_type: str, *, partial: bool = False) -> RotaryConfig:
@@ -159,8 +167,9 @@ def rotary(hf: HFConfig, layer_type: str, *, partial: bool = False) -> RotaryCon
 
 def _yarn(hf: HFConfig, parameters: Mapping[str, Any], theta: float) -> RotaryConfig:
     original = parameters["original_max_position_embeddings"]
-    factor = parameters.get("factor") or hf.max_position_embeddings / original
-
+    factor = parameters.get("factor")
+    if factor is None:
+        factor = hf.max_position_embeddings / original
     attention_factor = parameters.get("attention_factor")
     if attention_factor is None:
         over, under = parameters.get("mscale"), parameters.get("mscale_all_dim")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from postlude.checks import Bounds
 from postlude.hf.decoder import MLP_NAMES, MOE_NAMES, PROJECTIONS, activation, model_config, rotary, yarn_magnitude
 from postlude.hf.family import Family, HFConfig
 from postlude.hf.mtp_names import FIRST, LAST, MTPNames
@@ -52,6 +53,7 @@ def to_model(hf: HFConfig) -> ModelConfig:
 
 def dense_then_experts(hf: HFConfig) -> tuple[list[str], dict[str, BlockConfig]]:
     """Returns the second block of each layer, and the configs of these blocks."""
+    Bounds(least=0).check("first_k_dense_replace", hf.first_k_dense_replace)
     dense = min(hf.first_k_dense_replace, hf.num_hidden_layers)
     second = ["-"] * dense + ["E"] * (hf.num_hidden_layers - dense)
     blocks: dict[str, BlockConfig] = {}

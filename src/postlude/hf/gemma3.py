@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from postlude.checks import Bounds
 from postlude.hf.decoder import ATTENTION_NAMES, MLP_NAMES, QK_NORM_NAMES, activation, decoder_config
 from postlude.hf.family import Family, HFConfig
 from postlude.model import ModelConfig
@@ -16,6 +17,7 @@ def to_model(hf: HFConfig) -> ModelConfig:
         raise ValueError(
             "use_bidirectional_attention=true makes this an encoder, not a causal model; load a causal Gemma."
         )
+    Bounds(above=0).check("query_pre_attn_scalar", hf.query_pre_attn_scalar)
     mlp = MLPConfig(intermediate_size=hf.intermediate_size, activation=activation(hf, "hidden_activation"), norm="both")
     config = decoder_config(
         hf,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from postlude.checks import Bounds
 from postlude.hf.decoder import ATTENTION_NAMES, activation, head_dim, model_config, rotary
 from postlude.hf.family import Family, HFConfig, Names, TensorMapping, split_tensor
 from postlude.hf.mamba2 import mamba_names, time_step_limit
@@ -15,6 +16,7 @@ SYMBOLS = {"linear_attention": "M", "full_attention": "*"}
 
 def to_model(hf: HFConfig) -> ModelConfig:
     """Returns the model's config. It has a balance loss if transformers adds one: with `output_router_logits`."""
+    Bounds(above=0).check("logits_scaling", hf.logits_scaling)
     second = "E" if hf.num_local_experts else "-"
     layers = [SYMBOLS[kind] + second for kind in hf.layer_types]
     makers = {"M": _mamba, "*": _attention, "-": _mlp, "E": _moe}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from postlude.hf.decoder import ACTIVATIONS, model_config
+from postlude.hf.decoder import activation, model_config
 from postlude.hf.deepseek_v3 import experts_by_groups
 from postlude.hf.family import EXPERT, Family, HFConfig, Names
 from postlude.hf.mamba2 import BACKBONE, check_activation, mamba_config, mamba_names
@@ -53,7 +53,7 @@ def _attention(hf: HFConfig) -> BlockConfig:
 def _mlp(hf: HFConfig) -> BlockConfig:
     return MLPConfig(
         intermediate_size=hf.intermediate_size,
-        activation=ACTIVATIONS[hf.mlp_hidden_act],
+        activation=activation(hf, "mlp_hidden_act"),
         gated=False,
         bias=hf.mlp_bias,
     )
@@ -64,7 +64,7 @@ def _moe(hf: HFConfig) -> BlockConfig:
         raise ValueError("nemotron_h experts with mlp_bias=True are not supported; there is no bias for them.")
     return replace(
         experts_by_groups(hf),
-        activation=ACTIVATIONS[hf.mlp_hidden_act],
+        activation=activation(hf, "mlp_hidden_act"),
         gated=False,
         shared_intermediate_size=hf.moe_shared_expert_intermediate_size,
         latent_size=hf.moe_latent_size or 0,

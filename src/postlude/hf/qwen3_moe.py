@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from postlude.checks import Bounds
 from postlude.hf.decoder import ATTENTION_NAMES, MLP_NAMES, MOE_NAMES, QK_NORM_NAMES, activation, decoder_config
 from postlude.hf.family import Family, HFConfig
 from postlude.model import ModelConfig
@@ -38,6 +39,8 @@ def experts(hf: HFConfig, *, normalise: bool) -> MoEConfig:
 
 def experts_or_dense(hf: HFConfig) -> list[str]:
     """Returns the second block of each layer: an MLP where `mlp_only_layers` or `decoder_sparse_step` ask for it."""
+    Bounds(least=1).check("decoder_sparse_step", hf.decoder_sparse_step)
+    Bounds(least=0).check("num_experts", hf.num_experts)
     dense = set(hf.mlp_only_layers or ())
     sparse = (
         layer not in dense and hf.num_experts > 0 and (layer + 1) % hf.decoder_sparse_step == 0

@@ -48,7 +48,14 @@ def read_model(
     else:
         description = read_description(source, blocks)
     if not isinstance(description, ModelConfig):
-        return model_from_hf(description, families)
+        try:
+            return model_from_hf(description, families)
+        except (ValueError, TypeError) as error:
+            if not isinstance(source, str | os.PathLike) or source in BUILTIN:
+                raise
+            path = resolve_path(source)
+            file = path / CONFIG if path.is_dir() else path
+            raise ValueError(f"{file} cannot be used: {error}") from error
     return None if description.family is None else _known(description.family, families), description
 
 

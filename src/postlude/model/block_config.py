@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from postlude.checks import Bounds
+from postlude.checks import Bounds, Finite
 from postlude.layout import Layout
 
 NOMINAL_LENGTH = 4096  # sequence length at which costs are estimated for pipeline balance
 Size: TypeAlias = Annotated[int, Bounds(least=1)]
+SizeOrZero: TypeAlias = Annotated[int, Bounds(least=0)]
 NormPosition: TypeAlias = Literal["pre", "post", "both"]
 """The position of a block's norm: before its computation, after it, or both."""
 
@@ -39,7 +40,7 @@ class BlockConfig:
     """
 
     norm: NormPosition = "pre"
-    residual_scale: float = 1.0
+    residual_scale: Finite = 1.0
     has_experts: ClassVar[bool] = False  # which expert parallelism divides
     caches_latents: ClassVar[bool] = False  # whether decoding caches latents in place of keys and values
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from postlude.checks import Finite, NonNegative, Positive, check_bounds
 from postlude.layout import Layout, Stage
-from postlude.model.block_config import BlockConfig
+from postlude.model.block_config import BlockConfig, Size
 from postlude.model.pattern import Pattern, PatternError
 
 RATE = "selection_bias_rate"
@@ -25,27 +26,25 @@ class ModelConfig:
     """
 
     pattern: Pattern
-    hidden_size: int
-    vocab_size: int
+    hidden_size: Size
+    vocab_size: Size
     blocks: Mapping[str, BlockConfig]
     tied_head: bool = False
     mtp_repeated: bool = False
     """Whether every MTP depth uses the parameters of the first."""
-    norm_eps: float = 1e-6
-    norm_offset: float = 0.0
-    embedding_scale: float = 1.0
+    norm_eps: Positive = 1e-6
+    norm_offset: Finite = 0.0
+    embedding_scale: Finite = 1.0
     embedding_scale_rounded: bool = False
     """Whether the scale is rounded to the embedding's dtype, as in Gemma."""
-    logit_scale: float = 1.0
-    logit_softcap: float | None = None
-    initializer_range: float = 0.02
+    logit_scale: Finite = 1.0
+    logit_softcap: Positive | None = None
+    initializer_range: NonNegative = 0.02
     family: str | None = None
     hf_config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"ModelConfig({name}={getattr(self, name)}): a size is at least 1.")
+        check_bounds(self)
         missing = [symbol for symbol in self.symbols if symbol not in self.blocks]
         if missing:
             raise ValueError(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from postlude.checks import Bounds, Positive, check_bounds
 from postlude.ops.kernels.capabilities import EMPTY, Backend, use_kernel
 from postlude.ops.linear import main_grad
 from postlude.ops.norm import rms_norm
@@ -29,22 +30,30 @@ class RotaryConfig:
     `attention_factor`.
     """
 
-    theta: float = 10_000.0
+    theta: Positive = 10_000.0
     scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
-    factor: float = 1.0
-    original_length: int | None = None
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float = 1.0
+    factor: Positive = 1.0
+    original_length: Annotated[int, Bounds(least=1)] | None = None
+    low_frequency_factor: Positive = 1.0
+    high_frequency_factor: Positive = 4.0
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    attention_factor: Positive = 1.0
     truncate: bool = True
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         if self.scaling not in ("none", "linear", "llama3", "yarn"):
             raise ValueError(f"rotary scaling {self.scaling!r} is unknown; use none, linear, llama3 or yarn.")
         if self.scaling in ("llama3", "yarn") and not self.original_length:
             raise ValueError(f"rotary scaling {self.scaling!r} needs original_length, the length before stretching.")
+        if self.scaling == "llama3" and self.low_frequency_factor >= self.high_frequency_factor:
+            raise ValueError(
+                f"low_frequency_factor is {self.low_frequency_factor:g}, but it must be below high_frequency_factor, "
+                f"which is {self.high_frequency_factor:g}."
+            )
+        if self.scaling == "yarn" and self.theta <= 1:
+            raise ValueError(f"theta is {self.theta:g}, but rotary scaling 'yarn' needs a theta above 1.")
 
     def frequencies(self, width: int, device: torch.device | None = None) -> Tensor:
         """Returns the angle per position of each pair, fp32 [width / 2]."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from postlude.checks import check_bounds
+from postlude.checks import Finite, Positive, check_bounds
 from postlude.layout import Layout, nearest_degrees
 from postlude.model.block_config import NOMINAL_LENGTH, BlockConfig, Size, default_heads
 from postlude.model.blocks.block import Block
@@ -55,8 +55,8 @@ class AttentionConfig(BlockConfig):
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: Literal["head", "full"] | None = None
-    scale: float | None = None
-    softcap: float | None = None
+    scale: Finite | None = None
+    softcap: Positive | None = None
     sinks: bool = False
     output_gate: bool = False
 

@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from postlude.checks import check_bounds
+from postlude.checks import Finite, Positive, check_bounds
 from postlude.layout import Layout, nearest_degrees
 from postlude.model.block_config import NOMINAL_LENGTH, BlockConfig, Size, default_heads
 from postlude.model.blocks.attention import AttentionConfig
@@ -41,12 +41,12 @@ class LatentAttentionConfig(BlockConfig):
     rope_dim: Size
     value_dim: Size
     latent_size: Size
-    query_latent_size: int | None = None
+    query_latent_size: Size | None = None
     rotary: RotaryConfig = field(default_factory=RotaryConfig)
     interleaved: bool = False
     bias: bool = False
-    latent_norm_eps: float = 1e-6
-    scale: float | None = None
+    latent_norm_eps: Positive = 1e-6
+    scale: Finite | None = None
 
     def __post_init__(self) -> None:
         check_bounds(self)

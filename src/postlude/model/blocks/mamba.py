@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from postlude.checks import check_bounds
+from postlude.checks import Positive, check_bounds
 from postlude.data.microbatch import HeadExchange
 from postlude.layout import Layout
 from postlude.lora import LoRAGroup
@@ -57,7 +57,7 @@ class MambaConfig(BlockConfig):
     norm_groups: Size = 1
     norm_before_gate: bool = False
     time_step_limit: tuple[float, float] = (0.0, math.inf)
-    time_step_start: tuple[float, float] = (1e-3, 1e-1)
+    time_step_start: tuple[Positive, Positive] = (1e-3, 1e-1)
     chunk: Size = 128
 
     def __post_init__(self) -> None:

@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
+from postlude.checks import Finite, Positive, check_bounds
 from postlude.lora import LoRAGroup
-from postlude.model.block_config import BlockConfig
+from postlude.model.block_config import BlockConfig, Size
 from postlude.model.blocks.block import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
@@ -30,14 +31,15 @@ class GatedConfig(BlockConfig):
     both sides, before the activation. `alpha` makes silu steeper: x · sigmoid(alpha · x).
     """
 
-    intermediate_size: int
+    intermediate_size: Size
     activation: Activation = "silu"
     gated: bool = True
-    alpha: float = 1.0
-    limit: float | None = None
-    up_offset: float = 0.0
+    alpha: Finite = 1.0
+    limit: Positive | None = None
+    up_offset: Finite = 0.0
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         if self.alpha != 1.0 and self.activation != "silu":
             raise ValueError(f"alpha={self.alpha} makes silu steeper, but the activation is {self.activation}.")
         if not self.gated and (self.limit is not None or self.up_offset):

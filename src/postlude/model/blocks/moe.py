@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from postlude.checks import Bounds, check_choice
+from postlude.checks import Finite, NonNegative, check_choice
 from postlude.layout import Layout, nearest_degrees
 from postlude.lora import LoRAGroup, SharedMatrix
-from postlude.model.block_config import BlockConfig, LayerMetric
+from postlude.model.block_config import BlockConfig, LayerMetric, Size, SizeOrZero
 from postlude.model.blocks.block import Block, SeparateUnit
 from postlude.model.blocks.mlp import GatedConfig, MLPConfig
 from postlude.model.config import ModelConfig
@@ -55,24 +55,24 @@ class MoEConfig(GatedConfig):
     has_experts = True
     selective_share = 0.9  # results of exchanges are kept
     kernel_share = 0.62
-    experts: int
-    top_k: int
+    experts: Size
+    top_k: Size
     expert_bias: bool = False
     router_bias: bool = False
     scores: Literal["softmax", "sigmoid"] = "softmax"
     normalise: bool = True
-    weight_scale: float = 1.0
-    groups: int = 1
-    top_groups: int = 1
-    group_best: int | None = None
+    weight_scale: Finite = 1.0
+    groups: Size = 1
+    top_groups: Size = 1
+    group_best: Size | None = None
     selection_bias: bool = False
-    selection_bias_rate: float = field(default=0.0, compare=False)
+    selection_bias_rate: NonNegative = field(default=0.0, compare=False)
     router_fp32: bool = False
-    shared_intermediate_size: int = 0
+    shared_intermediate_size: SizeOrZero = 0
     shared_gate: bool = False
-    latent_size: int = 0
-    balance_coefficient: float = 0.0
-    z_coefficient: float = 0.0
+    latent_size: SizeOrZero = 0
+    balance_coefficient: NonNegative = 0.0
+    z_coefficient: NonNegative = 0.0
 
     @property
     def group_score_experts(self) -> int:
@@ -117,8 +117,7 @@ class MoEConfig(GatedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Bounds(least=0).check("selection_bias_rate", self.selection_bias_rate)
-        if not 1 <= self.top_k <= self.experts:
+        if self.top_k > self.experts:
             raise ValueError(
                 f"top_k={self.top_k} of {self.experts} experts: choose at least 1 and at most all of them."
             )
