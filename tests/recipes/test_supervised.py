@@ -219,6 +219,19 @@ def test_gradients_that_are_not_finite_end_the_run(ranks: Ranks, tmp_path: Path)
     assert rows[1]["skipped_steps"] == 1.0
 
 
+def test_a_last_step_that_is_not_finite_fails_the_run_and_keeps_its_weights(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OBJECTIVE)
+    broken = ("--objective", f"{tmp_path / 'mine.py'}:unlikelihood", "--objective.settings.scale=.inf", "--steps=1")
+    for _ in range(2):  # the second time it resumes after its last step
+        ranks(1, trained, "sft", str(tmp_path), *broken)
+        ending = read_outcome(tmp_path / "run")
+        assert ending is not None
+        assert (ending.status, ending.step, ending.exit_code) == ("failed", 1, 1)
+        assert "not finite in the last optimizer step of the run, which ends at step 1. Raise steps" in ending.message
+        assert "step-000001 is complete and its weights are finite" in ending.message
+        assert not (tmp_path / "run" / "model").exists()
+
+
 @pytest.mark.slow
 def test_a_teacher_corrects_the_students_own_completions(ranks: Ranks, tmp_path: Path) -> None:
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": f"{index}+1="} for index in range(12)])

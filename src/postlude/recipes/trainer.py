@@ -181,7 +181,7 @@ class Trainer(ABC):
         extra = self.engine.load(checkpoint)
         # Checkpoints of earlier versions call it "first_norm".
         self.initial_weight_norm = extra.get("initial_weight_norm", extra.get("first_norm", 0.0))
-        self.step = extra["step"]
+        self.step, self.health.skipped = extra["step"], extra.get("skipped", 0)
         return extra
 
     def close_at_end(self, resource: Resource) -> Resource:
@@ -307,7 +307,7 @@ class Trainer(ABC):
         if self.saved_step == self.step:
             return
         self.health.check_weights(self.engine.weight_norm(), self.initial_weight_norm, self.step)
-        extra = {"step": self.step, "initial_weight_norm": self.initial_weight_norm}
+        extra = {"step": self.step, "initial_weight_norm": self.initial_weight_norm, "skipped": self.health.skipped}
         extra |= self.state_before_step or self.state()
         self.engine.save(self.run.checkpoint(self.step), extra=extra, tokenizer=self.tokenizer)
         self.saved_step = self.step
@@ -336,7 +336,11 @@ class Trainer(ABC):
         return {MEMORY: most_memory} if on_gpu else {}
 
     def finish(self) -> RunOutcome:
-        """Exports the model, in Hugging Face's format if a family describes it, and adapters; writes the report."""
+        """Exports the model, in Hugging Face's format if a family describes it, and adapters; writes the report.
+
+        Raises `UnhealthyRun` if the last optimizer step was skipped.
+        """
+        self.health.check_last_update(self.step)
         self.engine.finish_saving()
         if self.config.export:
             card = self._model_card() if is_rank0() else None

@@ -18,7 +18,7 @@ class UnhealthyRun(Exception):
 
 
 class Health:
-    """Checks the results of steps. Its counts start at zero when a run resumes."""
+    """Checks the results of steps. Its counts start at zero when a run resumes, but `skipped` is restored."""
 
     def __init__(self, limits: RunLimits, max_skipped_steps: int, *, verbose: bool) -> None:
         self.limits, self.max_skipped_steps, self._verbose = limits, max_skipped_steps, verbose
@@ -65,6 +65,15 @@ class Health:
                 f"loss or gradient was not finite in {self.skipped} optimizer steps in a row, up to step {step}; "
                 f"max_skipped_steps is {self.max_skipped_steps}. Lower optimizer.lr, or look at the samples of the "
                 "last steps"
+            )
+
+    def check_last_update(self, step: int) -> None:
+        """Checks at the end of a run that its last optimizer step was not skipped."""
+        if self.skipped:
+            last = "the last optimizer step" if self.skipped == 1 else f"the last {self.skipped} optimizer steps"
+            raise UnhealthyRun(
+                f"loss or gradient was not finite in {last} of the run, which ends at step {step}. Raise steps to "
+                "train on, or export the weights before that with `postlude convert CHECKPOINT DST`"
             )
 
     def check_initial_weights(self, norm: float, model: str) -> float:
