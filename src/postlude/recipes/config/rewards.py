@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeAlias
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from postlude.checks import NonNegative, Positive
+from postlude.checks import Finite, NonNegative, Positive
 from postlude.options import DeviceKind
 from postlude.pool.worker_pool import PoolFactory
 from postlude.recipes.config.schema import InputPath, Settings, TaggedUnion
@@ -19,7 +19,6 @@ from postlude.rollout.verifiers import ExactReward, MathReward
 
 Code: TypeAlias = Annotated[str, InputPath("code")]
 """path/to/file.py:name of a user's function or class."""
-Finite: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
