@@ -17,7 +17,7 @@ def lengths_and_budget(draw):
 
 
 def bins_needed(lengths, budget, choose):
-    """The number of bins when each sequence, longest first, goes where ``choose`` says among the rooms that hold it."""
+    """Returns the number of bins if each sequence, longest first, goes where `choose` says among bins with room."""
     rooms = []
     for length in sorted(lengths, reverse=True):
         fitting = [index for index, room in enumerate(rooms) if room >= length]
@@ -37,7 +37,7 @@ def best_fit(fitting, rooms):
 
 
 def cheapest_fit_decreasing(lengths, budget, count):
-    """Longest first, each into the cheapest bin with room: the evening, without its heaps."""
+    """Puts sequences, longest first, each into the cheapest bin with room: balance_bins without its heaps."""
     bins = [[] for _ in range(count)]
     for member in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         fitting = [members for members in bins if sum(lengths[index] for index in members) + lengths[member] <= budget]
@@ -52,7 +52,7 @@ def costs_descending(bins, lengths):
 
 
 @given(lengths_and_budget(), st.integers(1, 9))
-def test_every_sequence_once_within_budget_in_the_callers_order(case, multiple_of):
+def test_every_sequence_is_in_one_bin_within_budget_in_input_order(case, multiple_of):
     lengths, budget = case
     bins = plan_bins(lengths, budget, multiple_of=multiple_of)
     assert sorted(member for members in bins for member in members) == list(range(len(lengths)))
@@ -61,7 +61,7 @@ def test_every_sequence_once_within_budget_in_the_callers_order(case, multiple_o
 
 
 @given(lengths_and_budget(), st.integers(1, 9))
-def test_as_few_bins_as_first_fit_and_best_fit_rounded_up_to_the_multiple(case, multiple_of):
+def test_no_more_bins_than_first_fit_and_best_fit_rounded_up_to_the_multiple(case, multiple_of):
     lengths, budget = case
     count = len(plan_bins(lengths, budget))
     assert -(-sum(lengths) // budget) <= count
@@ -74,25 +74,25 @@ def test_as_few_bins_as_first_fit_and_best_fit_rounded_up_to_the_multiple(case, 
     [([18, 11, 8, 4, 3, 2, 2], 24, best_fit), ([14, 8, 7, 4, 3, 3], 20, first_fit)],
     ids=["best fit wastes one", "first fit wastes one"],
 )
-def test_two_bins_where_one_packer_needs_a_third(lengths, budget, wasteful):
+def test_better_of_first_fit_and_best_fit_is_used(lengths, budget, wasteful):
     assert bins_needed(lengths, budget, wasteful) == 3
     assert len(plan_bins(lengths, budget)) == 2
 
 
-@pytest.mark.parametrize("budget", [6, 7], ids=["where it does not fit", "where it is costlier"])
-def test_cheapest_fit_is_dropped(budget):
+@pytest.mark.parametrize("budget", [6, 7], ids=["does not fit", "is more expensive"])
+def test_cheapest_fit_is_not_used(budget):
     # Cheapest fit makes 3 2 2 and 3 2, best fit 3 3 and 2 2 2.
     assert plan_bins([3, 3, 2, 2, 2], budget) == [[0, 1], [2, 3, 4]]
 
 
-def test_a_bin_too_full_for_one_sequence_takes_a_later_one_that_just_fits():
+def test_full_bin_still_takes_a_later_sequence_that_fits():
     # 145 does not fit beside 160 150 150, though that bin is the cheaper one; 140 fills it to the last token.
     lengths = [1000 * length for length in (400, 160, 150, 150, 145, 140)]
     assert plan_bins(lengths, 600_000) == [[0, 4], [1, 2, 3, 5]]
 
 
 @given(lengths_and_budget(), st.integers(0, 5))
-def test_evening_equals_the_naive_one_and_is_never_worse_than_no_evening(case, spare):
+def test_balancing_equals_the_naive_one_and_never_increases_the_cost(case, spare):
     lengths, budget = case
     before = fewest_bins(lengths, budget) + [[] for _ in range(spare)]
     after = costs_descending(balance_bins(before, lengths, budget), lengths)
@@ -101,12 +101,12 @@ def test_evening_equals_the_naive_one_and_is_never_worse_than_no_evening(case, s
     assert after == min(costs_descending(bins, lengths) for bins in (before, naive) if bins is not None)
 
 
-def test_evening_uses_the_bins_that_rounding_up_adds():
+def test_balancing_uses_the_bins_added_by_rounding_up():
     bins = plan_bins([10] * 16, 160, multiple_of=8)
     assert [len(members) for members in bins] == [2] * 8
 
 
-def test_long_sequences_weigh_more_than_their_tokens():
+def test_long_sequences_cost_more_than_their_tokens():
     # One long sequence costs more than short ones of as many tokens, so its bin gets fewer tokens.
     lengths = [40_000] + [1_000] * 80
     bins = plan_bins(lengths, 100_000, multiple_of=2)
@@ -115,7 +115,7 @@ def test_long_sequences_weigh_more_than_their_tokens():
 
 
 @given(lengths_and_budget(), st.integers(1, 9))
-def test_costliest_bins_come_first(case, multiple_of):
+def test_bins_are_sorted_by_decreasing_cost(case, multiple_of):
     lengths, budget = case
     bins = plan_bins(lengths, budget, multiple_of=multiple_of)
     assert [bin_cost(members, lengths) for members in bins] == costs_descending(bins, lengths)

@@ -1,4 +1,4 @@
-"""Chat encoding: the loss mask covers the tokens that the assistant would sample, with every template."""
+"""Chat encoding: the loss mask covers the tokens that the assistant samples, with every template."""
 
 from __future__ import annotations
 
@@ -68,8 +68,10 @@ def encoder(template: str | None = CHAT_TEMPLATE, **settings: Any) -> Encoder:
     return Encoder(tokenizer=tokenizer(template), **settings)
 
 
-def talked(chat_encoder: Encoder, messages: Any, row: str = "the conversation", **settings: Any) -> EncodedSequence:
-    """A conversation that is one sequence."""
+def encode_conversation(
+    chat_encoder: Encoder, messages: Any, row: str = "the conversation", **settings: Any
+) -> EncodedSequence:
+    """Encodes a conversation that gives one sequence."""
     (encoded,) = chat_encoder.conversation(messages, row, **settings)
     return encoded
 
@@ -84,19 +86,19 @@ def text(tokens: list[int]) -> str:
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED])
-def test_the_assistants_turns_are_trained_on_with_their_ends(template: str) -> None:
-    encoded = talked(encoder(template), TALK)
+def test_assistant_turns_are_trained_on_including_end_tokens(template: str) -> None:
+    encoded = encode_conversation(encoder(template), TALK)
     assert text(encoded.tokens) == (
         "<|im_start|>user\nHé?<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"
         "<|im_start|>user\nGo on\n<|im_end|>\n<|im_start|>assistant\nBye\n<|im_end|>\n"
     )
     assert learned(encoded) == "Hello.<|im_end|>Bye\n<|im_end|>"
-    assert learned(talked(encoder(template, turns="last"), TALK)) == "Bye\n<|im_end|>"
-    assert learned(talked(encoder(template), [HELLO, MORE, BYE])) == "Hello.<|im_end|>Bye\n<|im_end|>"
+    assert learned(encode_conversation(encoder(template, turns="last"), TALK)) == "Bye\n<|im_end|>"
+    assert learned(encode_conversation(encoder(template), [HELLO, MORE, BYE])) == "Hello.<|im_end|>Bye\n<|im_end|>"
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED, None])
-def test_a_trained_turn_follows_exactly_what_a_rollout_starts_from(template: str | None) -> None:
+def test_trained_turn_follows_the_prompt_of_a_rollout(template: str | None) -> None:
     chat_encoder = encoder(template)
     encoded, start = chat_encoder.completion([USER, HELLO, MORE], "Bye"), chat_encoder.prompt([USER, HELLO, MORE])
     assert encoded.tokens[: len(start)] == start
@@ -105,14 +107,14 @@ def test_a_trained_turn_follows_exactly_what_a_rollout_starts_from(template: str
 
 
 def test_without_a_template_a_conversation_is_plain_text() -> None:
-    encoded = talked(encoder(None), [USER, HELLO, MORE, BYE])
+    encoded = encode_conversation(encoder(None), [USER, HELLO, MORE, BYE])
     assert text(encoded.tokens) == (
         "User: Hé?\n\nAssistant: Hello.<|end|>\n\nUser: Go on\n\n\nAssistant: Bye\n<|end|>\n\n"
     )
     assert learned(encoded) == " Hello.<|end|> Bye\n<|end|>"
 
 
-def test_a_template_that_rewrites_what_comes_before_a_turn_is_refused() -> None:
+def test_template_that_rewrites_earlier_messages_is_refused() -> None:
     for refused in (
         lambda: encoder(REWRITES).conversation(TALK[:2]),
         lambda: encoder(REWRITES).completion([USER], "Hi"),
@@ -122,8 +124,8 @@ def test_a_template_that_rewrites_what_comes_before_a_turn_is_refused() -> None:
             refused()
 
 
-def test_a_template_that_leaves_earlier_reasoning_out_is_refused() -> None:
-    """As Qwen3's does before a user's message, and not before a tool's."""
+def test_template_that_drops_earlier_reasoning_is_refused() -> None:
+    """As Qwen3's does before a user message, but not before a tool message."""
     chat_encoder = encoder(THINKS_SINCE_ASKED)
     for heard in ("Go on", [MORE], [{"role": "tool", "content": "4"}, MORE]):
         with pytest.raises(
@@ -138,7 +140,7 @@ def test_a_template_that_leaves_earlier_reasoning_out_is_refused() -> None:
     )
 
 
-def test_an_answer_of_several_turns_learns_what_is_said() -> None:
+def test_multi_turn_completion_trains_on_model_turns_only() -> None:
     chat_encoder = encoder(None)
     encoded = chat_encoder.completion("1+1:", ["?1+1", "=2;", "2"])
     assert text(encoded.tokens) == "1+1:?1+1<|end|>=2;2<|end|>"
@@ -149,9 +151,9 @@ def test_an_answer_of_several_turns_learns_what_is_said() -> None:
         chat_encoder.completion("1+1:", ["?1+1", "=2;"], "row 3")
 
 
-def test_marks_are_believed_whatever_else_a_template_does() -> None:
+def test_generation_marks_define_the_loss_mask() -> None:
     rewriting = encoder("{{ messages | length }}" + MARKED)
-    assert learned(talked(rewriting, TALK)) == "Hello.<|im_end|>Bye\n<|im_end|>"
+    assert learned(encode_conversation(rewriting, TALK)) == "Hello.<|im_end|>Bye\n<|im_end|>"
     assert learned(rewriting.completion([USER], "Hello.")) == "Hello.<|im_end|>"
     with pytest.raises(ValueError, match="differently once that message is there"):
         rewriting.completion([USER, HELLO, MORE], "Bye")
@@ -159,20 +161,20 @@ def test_marks_are_believed_whatever_else_a_template_does() -> None:
 
 @pytest.mark.parametrize("ending", ["🙂", "好", "é", "e", " ", "\n", "  \n "])
 @pytest.mark.parametrize("trimmed", [True, False])
-def test_marks_that_close_before_the_end_token_cover_whole_characters(ending: str, trimmed: bool) -> None:
-    """Of a character of several bytes each is a token, and spaces may be left out of where a token is in the text."""
+def test_generation_marks_before_the_end_token_cover_full_characters(ending: str, trimmed: bool) -> None:
+    """Multi-byte characters are several tokens, and token offsets may leave out spaces."""
     closed = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
     bytewise = tokenizer(closed)
     bytewise.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trimmed)
     talk = [USER, {**HELLO, "content": f"Hello{ending}"}, MORE, {**BYE, "content": f" Bye{ending}"}]
-    encoded = talked(Encoder(tokenizer=bytewise), talk)
+    encoded = encode_conversation(Encoder(tokenizer=bytewise), talk)
     assert learned(encoded) == f"Hello{ending} Bye{ending}"
     assert encoded.tokens == encoder(CHAT_TEMPLATE).conversation(talk)[0].tokens
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED, None])
-def test_tokens_that_merge_across_borders_change_nothing(template: str | None) -> None:
-    """A tokenizer that writes a blank line as one token at the end of a text, and as two before a word."""
+def test_tokens_that_merge_across_messages_are_handled(template: str | None) -> None:
+    """The tokenizer writes a blank line as one token at the end of a text, and as two before a word."""
     words = Tokenizer(models.BPE())
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     words.decoder = decoders.ByteLevel()
@@ -184,7 +186,7 @@ def test_tokens_that_merge_across_borders_change_nothing(template: str | None) -
     assert len(fast("\n\nUser")["input_ids"]) == 3
     fast.chat_template = template
     chat_encoder = Encoder(tokenizer=fast)
-    encoded, plain = talked(chat_encoder, TALK), talked(encoder(template), TALK)
+    encoded, plain = encode_conversation(chat_encoder, TALK), encode_conversation(encoder(template), TALK)
     assert fast.decode(encoded.tokens) == text(plain.tokens)
     trained_tokens = [token for token, mask in zip(encoded.tokens, encoded.mask, strict=True) if mask]
     assert fast.decode(trained_tokens) == learned(plain)
@@ -192,19 +194,19 @@ def test_tokens_that_merge_across_borders_change_nothing(template: str | None) -
     assert encoded.tokens[: len(start)] == start
 
 
-def test_options_reach_the_template() -> None:
+def test_template_options_are_passed_on() -> None:
     template = CHAT_TEMPLATE + "{% if loud %}!{% endif %}"
     assert text(encoder(template, options={"loud": True}).prompt([USER])).endswith("assistant\n!")
 
 
-def test_a_plain_pair_is_its_parts_and_an_end() -> None:
+def test_text_prompt_and_completion_are_joined_with_an_end_token() -> None:
     encoded = encoder().completion("2 + 2 =", " 4")
     assert encoded == EncodedSequence([*b"2 + 2 = 4", END], [0] * 7 + [1] * 3)
     assert encoder().prompt("2 + 2 =") == encoded.tokens[:7]
 
 
-def with_bos(template: str = CHAT_TEMPLATE) -> Any:
-    """A tokenizer that begins every text with "<s>"."""
+def bos_tokenizer(template: str = CHAT_TEMPLATE) -> Any:
+    """Returns a tokenizer that begins every text with "<s>"."""
     chat_tokenizer = tokenizer(template)
     chat_tokenizer.add_special_tokens({"bos_token": "<s>"})
     chat_tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -216,7 +218,7 @@ def with_bos(template: str = CHAT_TEMPLATE) -> Any:
 @pytest.mark.parametrize("prompt", ["q", "<s>q"])
 @pytest.mark.parametrize("answer", ["a", "a<|end|>"])
 def test_bos_and_eos_of_a_text_are_not_added_twice(prompt: str, answer: str) -> None:
-    chat_tokenizer = with_bos()
+    chat_tokenizer = bos_tokenizer()
     chat_encoder, bos = Encoder(tokenizer=chat_tokenizer), chat_tokenizer.bos_token_id
     assert chat_encoder.completion(prompt, answer) == EncodedSequence([bos, *b"qa", END], [0, 0, 1, 1])
     assert chat_encoder.prompt(prompt) == [bos, *b"q"]
@@ -230,10 +232,10 @@ def test_bos_and_eos_of_a_text_are_not_added_twice(prompt: str, answer: str) -> 
 @pytest.mark.parametrize("marks", [True, False])
 def test_bos_and_eos_of_a_template_are_not_added_twice(marks: bool) -> None:
     own_template = "{{ bos_token }}" + (MARKED if marks else CHAT_TEMPLATE).replace("<|im_start|>", "")
-    chat_tokenizer = with_bos(own_template.replace("<|im_end|>", "{{ eos_token }}"))
+    chat_tokenizer = bos_tokenizer(own_template.replace("<|im_end|>", "{{ eos_token }}"))
     chat_encoder = Encoder(tokenizer=chat_tokenizer)
     talk = [{"role": "<s>user", "content": "q"}, {"role": "assistant", "content": "a<|end|>"}]
-    encoded = talked(chat_encoder, talk)
+    encoded = encode_conversation(chat_encoder, talk)
     assert chat_tokenizer.decode(encoded.tokens) == "<s>user\nq<|end|>\nassistant\na<|end|>\n"
     assert learned(encoded).endswith("a<|end|>")
     assert encoded.tokens[:2].count(chat_tokenizer.bos_token_id) == 1
@@ -249,13 +251,13 @@ def test_bos_and_eos_of_a_template_are_not_added_twice(marks: bool) -> None:
         (None, [USER, HELLO], [USER, {"role": "assistant", "content": "Go away"}]),
     ],
 )
-def test_the_forms_of_a_preference_pair_are_equal(prompt: Any, chosen: Any, rejected: Any) -> None:
+def test_all_formats_of_a_preference_pair_are_equal(prompt: Any, chosen: Any, rejected: Any) -> None:
     pair = encoder().preference(prompt, chosen, rejected)
     assert [learned(side) for side in pair] == ["Hello.<|im_end|>", "Go away<|im_end|>"]
     assert all(text(side.tokens).startswith("<|im_start|>user\nHé?<|im_end|>\n") for side in pair)
 
 
-def test_batches_carry_the_columns_that_objectives_read() -> None:
+def test_batches_have_the_columns_that_objectives_read() -> None:
     chat_encoder = encoder()
     batch = sft_batch([*chat_encoder.conversation(TALK), chat_encoder.completion("a", "b")])
     assert list(batch.columns) == ["loss_mask"]
@@ -267,7 +269,7 @@ def test_batches_carry_the_columns_that_objectives_read() -> None:
     assert [bytes(sequence[:2]) for sequence in pairs.sequences] == [b"ab", b"ac", b"de", b"df"]
 
 
-def test_a_row_that_is_too_long_is_refused_by_name_or_cut() -> None:
+def test_too_long_row_is_refused_by_name_or_truncated() -> None:
     with pytest.raises(TooLongError, match=r"line 3 of x\.jsonl has 10 tokens, but max_length is 9\. "):
         encoder(max_length=9).completion("2 + 2 =", " 4", "line 3 of x.jsonl")
     with pytest.raises(TooLongError, match=r"row 7 has 9 tokens"):
@@ -359,7 +361,7 @@ def test_a_row_that_is_too_long_is_refused_by_name_or_cut() -> None:
         (lambda e: Encoder(tokenizer=e.tokenizer, turns="some"), "turns is 'some'"),
     ],
 )
-def test_a_row_that_cannot_be_meant_is_a_sentence(call: Any, sentence: str) -> None:
+def test_invalid_row_gives_clear_error(call: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         call(encoder())
 
@@ -399,24 +401,24 @@ def test_errors_of_a_template_or_a_tokenizer_name_the_row(template: str) -> None
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, PARTS, FIRST_PART])
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
-def test_texts_of_a_content_are_joined_in_every_role(template: str, role: str) -> None:
-    """Whatever the template makes of a list: its Python form, all of its texts, or the first of them."""
+def test_content_parts_are_joined_in_every_role(template: str, role: str) -> None:
+    """However the template renders a list: its Python repr, all of its texts, or the first."""
     parts, joined = ([*TALK[:2], {"role": role, "content": content}, BYE] for content in (TEXTS, "one two"))
     assert encoder(template).conversation(parts) == encoder().conversation(joined)
 
 
 @pytest.mark.parametrize("template", [PARTS, NULL_CALLS])
 @pytest.mark.parametrize("content", [None, "", "missing"])
-def test_tool_calls_are_learned_however_their_content_is_empty(template: str, content: str | None) -> None:
+def test_tool_calls_are_trained_on_with_missing_or_empty_content(template: str, content: str | None) -> None:
     message = {key: value for key, value in {**CALLING, "content": content}.items() if value != "missing"}
-    called = talked(encoder(template), [USER, message])
+    called = encode_conversation(encoder(template), [USER, message])
     assert learned(called) == "<call>look</call><|im_end|>"
     assert "None" not in text(called.tokens)
 
 
-def test_a_text_beside_calls_that_a_template_would_lose_is_refused() -> None:
+def test_content_that_the_template_drops_next_to_tool_calls_is_refused() -> None:
     message = {**CALLING, "content": "Well, "}
-    assert learned(talked(encoder(PARTS), [USER, message])) == "Well, <call>look</call><|im_end|>"
+    assert learned(encode_conversation(encoder(PARTS), [USER, message])) == "Well, <call>look</call><|im_end|>"
     with pytest.raises(ValueError, match=r"message 1 .* row 1 has tool calls, .* does not write beside a text"):
         encoder(NULL_CALLS).conversation([USER, message], "row 1")
     with pytest.raises(ValueError, match=r"message 0 \(user\) of row 3 is null\. Give it text"):
@@ -425,9 +427,9 @@ def test_a_text_beside_calls_that_a_template_would_lose_is_refused() -> None:
 
 @pytest.mark.parametrize("template", [KNOWS_TOOLS, {"default": CHAT_TEMPLATE, "tool_use": KNOWS_TOOLS}])
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
-def test_tools_are_written_by_the_template(template: Any, tools: Any) -> None:
+def test_tools_are_rendered_by_the_template(template: Any, tools: Any) -> None:
     chat_encoder = encoder(template)
-    assert text(talked(chat_encoder, TALK, tools=tools).tokens).startswith("[look]<|im_start|>user")
+    assert text(encode_conversation(chat_encoder, TALK, tools=tools).tokens).startswith("[look]<|im_start|>user")
     assert text(chat_encoder.completion([USER], "Hi", tools=tools).tokens).startswith("[look]<|im_start|>user")
     pair = chat_encoder.preference([USER], "Hi", "Bye", tools=tools)
     assert all(text(side.tokens).startswith("[look]<|im_start|>user") for side in pair)
@@ -464,7 +466,7 @@ def test_rows_encoded_together_equal_each_alone(template: str | None, turns: Any
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED, None])
-def test_an_observation_is_what_the_template_writes_between_two_turns(template: str | None) -> None:
+def test_observation_is_the_template_text_between_two_turns(template: str | None) -> None:
     chat_encoder = encoder(template)
     first = chat_encoder.completion([USER], "Hello.")
     end = len(first) - first.mask[::-1].index(1)  # what was sampled ends with the token that ends a turn

@@ -1,4 +1,4 @@
-"""Chat-template options of data and environments: variables, a template file, an added system message, tools."""
+"""Chat-template options of data and environments: variables, template file, system message, tools."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_variables_system_and_tools_reach_the_template_from_every_format(tmp_pat
     assert texts(off, THINKS) == [f"[no thinking]{text}" for text in plain]
 
 
-def test_a_system_message_of_a_row_stays_the_only_one(tmp_path: Path) -> None:
+def test_system_message_of_a_row_takes_precedence(tmp_path: Path) -> None:
     path = written(
         tmp_path / "a.jsonl",
         {"messages": [SYSTEM, USER, ANSWER]},
@@ -97,7 +97,7 @@ def test_a_system_message_of_a_row_stays_the_only_one(tmp_path: Path) -> None:
         ({"prompt": "1+1=", "chosen": "2", "rejected": "3", "tools": TOOLS}, {}),
     ],
 )
-def test_tools_and_a_system_message_are_refused_beside_text(
+def test_tools_and_system_message_are_refused_for_text_rows(
     tmp_path: Path, row: dict[str, Any], options: dict[str, Any]
 ) -> None:
     settings = Pairs if "chosen" in row else Examples
@@ -115,7 +115,7 @@ def test_a_variable_that_the_template_does_not_read_is_refused(tmp_path: Path) -
         texts(Examples(path=path, template_variables={"tools": []}), THINKS)
 
 
-def test_a_template_file_replaces_that_of_the_tokenizer(tmp_path: Path) -> None:
+def test_template_file_replaces_the_tokenizers_template(tmp_path: Path) -> None:
     file = tmp_path / "chat.jinja"
     file.write_text(THINKS)
     config = load(SFTConfig, None, ["--data.path", "rows.jsonl", "--chat_template", str(file)])
@@ -133,7 +133,7 @@ def test_a_template_file_replaces_that_of_the_tokenizer(tmp_path: Path) -> None:
         load_tokenizer("tiny-dense", tmp_path / "none.jinja")
 
 
-def test_variables_and_system_reach_the_prompts_of_an_environment(tmp_path: Path) -> None:
+def test_variables_and_system_message_apply_to_environment_prompts(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", {"prompt": [USER], "answer": "2"}, {"prompt": [SYSTEM, USER], "answer": "2"})
     settings = DatasetSettings(
         path=path, reward="exact", workers=0, system="Be brief.", template_variables={"enable_thinking": False}
@@ -148,14 +148,14 @@ def test_variables_and_system_reach_the_prompts_of_an_environment(tmp_path: Path
         build_environment(settings, 0, byte_tokenizer(), sampling, 400)
 
 
-def test_a_system_message_needs_messages_to_go_before(tmp_path: Path) -> None:
+def test_system_message_requires_message_prompts(tmp_path: Path) -> None:
     rows = read_rows(written(tmp_path / "a.jsonl", {"prompt": "1+1?"}))
     assert DatasetTasks(rows, chat=True, system="Be brief.")[0].prompt == [SYSTEM, USER]
     with pytest.raises(ValueError, match="system is given, but chat is off"):
         DatasetTasks(rows, system="Be brief.")
 
 
-def test_a_prompt_to_answer_gets_the_system_message_too() -> None:
+def test_generation_prompt_gets_the_system_message() -> None:
     reader = byte_tokenizer()
     prompt = Encoder(tokenizer=reader, system="Be brief.").prompt([USER])
     assert reader.decode(prompt) == f"{TEXT_OF_SYSTEM}{TEXT_OF_USER}<|im_start|>assistant\n"

@@ -1,4 +1,4 @@
-"""A microbatch sharded over context-parallel ranks equals the whole one."""
+"""A microbatch sharded over context-parallel ranks equals the full one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ some_lengths = st.lists(st.integers(1, 23), min_size=1, max_size=6)
 
 
 def packed(lengths, budget: int = 40, multiple_of: int = 2) -> list[Microbatch]:
-    """Microbatches of random tokens, with a column of each kind; of a single sequence the second is empty."""
+    """Returns microbatches of random tokens, with a column of each kind; with a single sequence the second is empty."""
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(1, 1000, (length,), generator=generator) for length in lengths]
     columns = {
@@ -65,7 +65,7 @@ def test_every_token_is_on_one_rank_with_its_targets_and_columns(lengths, size, 
 
 @settings(max_examples=60)
 @given(some_lengths, sizes, multiples)
-def test_ranks_are_even_and_padding_is_no_more_than_it_must_be(lengths, size, multiple_of):
+def test_shards_are_equal_in_size_with_minimal_padding(lengths, size, multiple_of):
     unit = 2 * size if size > 1 else 1
     for full in packed(lengths):
         shards = shard_on_all_ranks(full, size, multiple_of)
@@ -97,7 +97,7 @@ def test_padding_is_masked_and_zero(lengths, size, multiple_of):
 
 @settings(max_examples=60)
 @given(some_lengths, st.integers(2, 5), multiples)
-def test_chunks_are_the_zigzag_with_positions_of_the_sequence(lengths, size, multiple_of):
+def test_chunks_follow_the_zigzag_order_with_sequence_positions(lengths, size, multiple_of):
     for full in packed(lengths):
         shards = shard_on_all_ranks(full, size, multiple_of)
         for sequence, (start, stop) in enumerate(shards[0].packing.slices()):
@@ -138,7 +138,7 @@ def test_scatter_add_takes_results_of_every_dtype():
 @settings(max_examples=30)
 @given(some_lengths, st.integers(2, 4), multiples, st.sampled_from([None, 1, 3, 8]), st.integers(0, 100))
 def test_attention_of_all_shards_equals_attention_of_full_sequences(softcap, lengths, size, multiple_of, window, seed):
-    """The gather is a concatenation here; what padding holds is random, so that it would show."""
+    """The gather is a concatenation here; padding holds random values, so that using it would be noticed."""
     full = pack_together(lengths)
     scores = ScoreConfig(scale=0.4, window=window, softcap=softcap)
     torch.manual_seed(seed)
@@ -165,7 +165,7 @@ def test_attention_of_all_shards_equals_attention_of_full_sequences(softcap, len
 
 @settings(max_examples=30)
 @given(some_lengths, st.integers(2, 5))
-def test_every_rank_attends_to_as_many_keys(lengths, size):
+def test_every_rank_attends_to_the_same_number_of_keys(lengths, size):
     for full in packed(lengths):
         shards = shard_on_all_ranks(full, size)
         work = {
@@ -188,8 +188,8 @@ def sequence_loss(sums: torch.Tensor) -> torch.Tensor:
     return -F.logsigmoid(sums * torch.linspace(-1, 1, len(sums), dtype=sums.dtype)).sum()
 
 
-def summed_over_ranks(group: dist.ProcessGroup, values: torch.Tensor, multiple_of: int):
-    """One rank's sums, its lengths, and the gradients of its values at their places. Padding holds NaN."""
+def sums_on_rank(group: dist.ProcessGroup, values: torch.Tensor, multiple_of: int):
+    """Returns one rank's sums, lengths, and gradients of its values at their positions. Padding holds NaN."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     full = pack_together(SUMMED)
     shard = shard_context(full, Axis(size, rank, group), multiple_of=multiple_of)
@@ -211,14 +211,14 @@ def test_sums_over_sharded_sequences_equal_those_of_full_ones(ranks: Ranks, size
     expected = full.sequence_sum(values[full.batch_indices])
     total = sum(sequence_loss(expected) * (rank + 1) for rank in range(size))
     (gradient,) = torch.autograd.grad(total, values)
-    results = ranks(size, summed_over_ranks, values.detach(), multiple_of)
+    results = ranks(size, sums_on_rank, values.detach(), multiple_of)
     for sums, lengths, _ in results:
         assert_equal(sums, expected, "sums")
         assert lengths.tolist() == list(full.packing.lengths)
     assert_equal(sum(by_token for _, _, by_token in results), gradient, "gradients")
 
 
-def test_padding_does_not_count_in_a_sum() -> None:
+def test_padding_is_excluded_from_sums() -> None:
     shard = shard_context(pack_together([3, 2]), Axis(), multiple_of=4)
     values = torch.where(shard.batch_indices < 0, float("nan"), 1.0).requires_grad_()
     sums = shard.sequence_sum(values)
@@ -227,7 +227,7 @@ def test_padding_does_not_count_in_a_sum() -> None:
     assert values.grad.tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
 
 
-def test_a_microbatch_that_needs_no_shard_is_returned_as_it_is() -> None:
+def test_microbatch_is_unchanged_with_one_context_parallel_rank() -> None:
     full, empty = pack_together([6, 2]), packed([6])[1]
     assert shard_context(full, Axis(), multiple_of=4) is full
     assert shard_context(empty, Axis(2, 1), multiple_of=4) is empty
@@ -243,14 +243,14 @@ def test_to_moves_every_tensor_of_a_sharded_microbatch() -> None:
     assert {tensor.device.type for tensor in tensors} == {"meta"}
 
 
-def test_gradients_reach_the_columns_owner_through_a_cut() -> None:
+def test_column_gradients_flow_through_context_sharding() -> None:
     owned = torch.zeros(5, requires_grad=True)
     [full] = pack([[1, 2, 3, 4, 5]], budget=5, columns={"owned": [owned]})
     sum(shard.column("owned").sum() for shard in shard_on_all_ranks(full, 2)).backward()
     assert owned.grad.tolist() == [0, 1, 1, 1, 1]
 
 
-def one_cut() -> Microbatch:
+def sharded_microbatch() -> Microbatch:
     return shard_context(pack_together([3, 2]), Axis(2, 0))
 
 
@@ -262,30 +262,30 @@ def one_cut() -> Microbatch:
             "multiple_of is 0, but the minimum is 1. Give a positive multiple_of.",
         ),
         (
-            lambda: shard_context(one_cut(), Axis(2, 0)),
+            lambda: shard_context(sharded_microbatch(), Axis(2, 0)),
             "microbatch 0 is padded or sharded already, but only a whole one can be sharded. "
             "Shard it once, as pack made it.",
         ),
         (
-            lambda: unpack([one_cut()], [torch.zeros(4)]),
+            lambda: unpack([sharded_microbatch()], [torch.zeros(4)]),
             "microbatch 0 is padded or sharded over ranks, but unpack splits whole sequences. "
             "Put its values back with scatter_add.",
         ),
         (
-            lambda: one_cut().sequence_sum(torch.zeros(4)),
+            lambda: sharded_microbatch().sequence_sum(torch.zeros(4)),
             "a sum over sequences that 2 ranks share needs the group of those ranks, but the axis they were "
             "sharded along has none. Shard along the cp axis of a Mesh.",
         ),
         (
-            lambda: one_cut().sequence_sum(torch.zeros(5)),
+            lambda: sharded_microbatch().sequence_sum(torch.zeros(5)),
             "values to sum have shape (5,), but the packing holds 4 tokens. Give one value per token, [4, ...].",
         ),
         (
-            lambda: scatter_add(one_cut(), torch.zeros(5), torch.zeros(5)),
+            lambda: scatter_add(sharded_microbatch(), torch.zeros(5), torch.zeros(5)),
             "the values of microbatch 0 have shape (5,), but it holds 4 tokens. Give one value per position, [4, ...].",
         ),
         (
-            lambda: scatter_add(one_cut(), torch.zeros(4, 2), torch.zeros(4, 2)),
+            lambda: scatter_add(sharded_microbatch(), torch.zeros(4, 2), torch.zeros(4, 2)),
             "`output` has shape (4, 2), but the batch has 5 tokens of shape (2,). Give zeros of shape (5, 2).",
         ),
     ],

@@ -1,4 +1,4 @@
-"""Datasets: errors of a file are found before a run starts; a resumed order equals the uninterrupted one."""
+"""Datasets: file errors are reported before a run starts; a resumed order equals the uninterrupted one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def lines(rows: list[dict[str, object]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def test_jsonl_gives_its_rows_and_names_their_lines(tmp_path: Path) -> None:
+def test_jsonl_rows_are_named_by_line(tmp_path: Path) -> None:
     text = "\N{ZERO WIDTH NO-BREAK SPACE}" + lines(ROWS[:2]) + "\n  \n" + lines(ROWS[2:]).rstrip("\n")
     rows = read_rows(write(tmp_path / "train.jsonl", text), require=["prompt", "answer"])
     assert list(rows) == ROWS
@@ -46,8 +46,8 @@ def test_parquet_equals_jsonl(tmp_path: Path) -> None:
         read_rows(tmp_path / "torn.parquet")
 
 
-def test_parquet_leaves_out_the_keys_that_other_rows_have(tmp_path: Path) -> None:
-    """Every struct of a column has the keys of all: those that a row lacks are null there, and are no part of it."""
+def test_parquet_drops_null_keys_that_only_other_rows_have(tmp_path: Path) -> None:
+    """All structs of a column have the same keys; those that a row lacks are null and are dropped."""
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -70,7 +70,7 @@ def test_every_format_holds_the_same_rows(tmp_path: Path, name: str) -> None:
     assert list(read_rows(tmp_path)) == rows
 
 
-def test_a_folder_names_what_it_does_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_error_names_files_of_a_folder_that_are_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path / "a.jsonl", lines(ROWS))
     for name in ("dataset_infos.json", "dataset_info.json", "README.md", "._a.jsonl", "_SUCCESS", "LICENSE"):
         write(tmp_path / name, '{"default": 1}')
@@ -102,14 +102,14 @@ def test_a_folder_names_what_it_does_not_read(tmp_path: Path, caplog: pytest.Log
         ("d.jsonl", '{"a": ' + "9" * 5000 + "}\n", r"line 1 of d\.jsonl cannot be read: Exceeds the limit"),
     ],
 )
-def test_a_broken_file_of_another_format_is_a_sentence(
+def test_broken_file_of_another_format_gives_clear_error(
     tmp_path: Path, name: str, text: str | bytes, sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
         read_rows(write(tmp_path / name, text))
 
 
-def test_a_folder_is_its_files_by_name(tmp_path: Path) -> None:
+def test_folder_is_read_file_by_file_in_name_order(tmp_path: Path) -> None:
     write(tmp_path / "b.jsonl", lines(ROWS[2:]))
     write(tmp_path / "a.jsonl", lines(ROWS[:2]))
     write(tmp_path / "README.md", "not rows")
@@ -132,12 +132,12 @@ def test_a_folder_is_its_files_by_name(tmp_path: Path) -> None:
         ("", r"d\.jsonl has no rows\. Give a file"),
     ],
 )
-def test_a_broken_file_is_a_sentence(tmp_path: Path, text: str | bytes, sentence: str) -> None:
+def test_broken_file_gives_clear_error(tmp_path: Path, text: str | bytes, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         read_rows(write(tmp_path / "d.jsonl", text))
 
 
-def test_a_missing_column_is_named_with_the_nearest(tmp_path: Path) -> None:
+def test_missing_column_error_suggests_the_nearest_name(tmp_path: Path) -> None:
     path = write(tmp_path / "train.jsonl", lines([{"promt": "x", "answer": 1}]))
     expected = 'dataset train.jsonl has no column "prompt"; it has: "promt", "answer"; did you mean "promt"?'
     with pytest.raises(ValueError, match="no column") as caught:
@@ -151,7 +151,7 @@ def test_a_missing_column_is_named_with_the_nearest(tmp_path: Path) -> None:
         read_rows(path, require=["prompt"])
 
 
-def test_a_missing_file_is_named_with_the_nearest(tmp_path: Path) -> None:
+def test_missing_file_error_suggests_the_nearest_name(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", lines(ROWS))
     with pytest.raises(FileNotFoundError, match=r"there is no dataset .*trian\.jsonl; did you mean .*train\.jsonl\?"):
         read_rows(tmp_path / "trian.jsonl")
@@ -167,7 +167,7 @@ def test_a_missing_file_is_named_with_the_nearest(tmp_path: Path) -> None:
         read_rows(tmp_path / "outer")
 
 
-def test_parquet_without_pyarrow_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_pyarrow_gives_install_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("pyarrow", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match="needs the package pyarrow: pip install pyarrow"):
@@ -182,18 +182,18 @@ def test_every_epoch_visits_every_row_once() -> None:
     assert Sampler(7, seed=4).take(28) != [row for epoch in epochs for row in epoch]
 
 
-def test_the_order_of_rows_does_not_depend_on_the_calls() -> None:
+def test_row_order_does_not_depend_on_the_call_sizes() -> None:
     expected = Sampler(10, seed=1).take(57)
     pieces = Sampler(10, seed=1)
     assert [row for count in (0, 3, 10, 24, 20) for row in pieces.take(count)] == expected
 
 
-def test_the_order_is_the_same_in_every_version() -> None:
+def test_row_order_is_stable_across_versions() -> None:
     assert Sampler(8, seed=0).take(16) == [6, 3, 5, 0, 7, 2, 1, 4, 3, 1, 0, 4, 5, 6, 7, 2]
 
 
 @pytest.mark.parametrize("count", [0, 3, 7, 14, 16])
-def test_a_resumed_order_is_the_uninterrupted_one(count: int) -> None:
+def test_resumed_order_equals_the_uninterrupted_one(count: int) -> None:
     first = Sampler(7, seed=5)
     first.take(count)
     second = Sampler(7, seed=5)
@@ -202,12 +202,12 @@ def test_a_resumed_order_is_the_uninterrupted_one(count: int) -> None:
 
 
 @pytest.mark.parametrize("other_sampler", [Sampler(8, seed=5), Sampler(7, seed=6)])
-def test_another_order_is_not_resumed(other_sampler: Sampler) -> None:
+def test_resuming_with_another_order_is_refused(other_sampler: Sampler) -> None:
     with pytest.raises(ValueError, match=r"the saved order has (size|seed) \w+, but this one has \w+"):
         other_sampler.restore(Sampler(7, seed=5).state())
 
 
-def test_a_damaged_state_and_impossible_settings_are_sentences() -> None:
+def test_damaged_state_and_invalid_settings_give_clear_errors() -> None:
     with pytest.raises(ValueError, match=r"stands at row 9 of 7 in epoch 0\. It is damaged"):
         Sampler(7).restore({**Sampler(7).state(), "position": 9})
     with pytest.raises(ValueError, match="size is 0"):

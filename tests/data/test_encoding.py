@@ -1,4 +1,4 @@
-"""Encoding rows: any number of processes, and the cache, give the same tokens."""
+"""Encoding rows gives the same tokens with any number of processes and from the cache."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from postlude.recipes.config.data import Examples, Pairs
 from postlude.recipes.dataset import EncodedRows
 
 
-def talk(number: int) -> list[dict[str, Any]]:
+def conversation_row(number: int) -> list[dict[str, Any]]:
     messages = [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": "é" * (number % 7 + 1)}]
     return messages * (number % 3 + 1)
 
 
-TALKS = [[talk(number)] for number in range(30)]
+TALKS = [[conversation_row(number)] for number in range(30)]
 NAMES = [f"row {number}" for number in range(len(TALKS))]
 
 
@@ -47,7 +47,7 @@ def all_chunks(chunks: Iterator[EncodedChunk]) -> tuple[list[int], list[int], li
 
 
 @pytest.mark.slow
-def test_the_number_of_processes_changes_nothing() -> None:
+def test_number_of_processes_does_not_change_the_result() -> None:
     encoder = Encoder(tokenizer=byte_tokenizer(), max_length=100)
     alone = all_chunks(encode(encoder, "conversation", TALKS, NAMES, processes=1))
     assert alone[3]  # some do not fit
@@ -79,15 +79,15 @@ def test_errors_of_templates_and_tokenizers_name_the_row(processes: int) -> None
         "{% if messages[0].role == 'system' %}{{ raise_exception('No system.') }}{% endif %}" + CHAT_TEMPLATE
     )
     for broken, reason in (
-        ([{"role": "system", "content": "Be."}, *talk(1)], "the chat template fails: No system."),
-        ([{"role": "user", "content": "\ud83d"}, *talk(1)], "the tokenizer fails: "),
+        ([{"role": "system", "content": "Be."}, *conversation_row(1)], "the chat template fails: No system."),
+        ([{"role": "user", "content": "\ud83d"}, *conversation_row(1)], "the tokenizer fails: "),
     ):
         rows = [*TALKS[:13], [broken], *TALKS[14:]]
         with pytest.raises(ValueError, match=f"^row 13 cannot be encoded: {reason}"):
             list(encode(Encoder(tokenizer=refusing), "conversation", rows, NAMES, processes=processes))
 
 
-def test_a_process_that_encodes_needs_no_torch() -> None:
+def test_encoding_process_does_not_import_torch() -> None:
     needed = "import sys, postlude.data.encoding, postlude.data.chat"
     done = subprocess.run(
         [sys.executable, "-c", f"{needed}; sys.exit('torch' in sys.modules)"],
@@ -99,7 +99,7 @@ def test_a_process_that_encodes_needs_no_torch() -> None:
 
 
 def dataset(path: Path, count: int = 10) -> Path:
-    path.write_text("".join(json.dumps({"messages": talk(number)}) + "\n" for number in range(count)))
+    path.write_text("".join(json.dumps({"messages": conversation_row(number)}) + "\n" for number in range(count)))
     return path
 
 
@@ -124,7 +124,7 @@ def test_cached_rows_equal_newly_encoded_ones(tmp_path: Path, monkeypatch: pytes
     assert rows_of(EncodedRows(Pairs(path=pairs), byte_tokenizer(), 100, tmp_path / "two")) == rows_of(two)
 
 
-def test_the_cache_key_has_everything_that_the_tokens_depend_on(tmp_path: Path) -> None:
+def test_cache_key_covers_everything_that_changes_the_tokens(tmp_path: Path) -> None:
     path = dataset(tmp_path / "a.jsonl")
     data = Examples(path=path, overlong="cut")
 
@@ -186,7 +186,7 @@ def test_a_damaged_cache_is_encoded_again(tmp_path: Path, caplog: pytest.LogCapt
     assert EncodedDataset.load(tmp_path / "cache", reopened.digest) is not None
 
 
-def test_only_the_newest_rows_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_cache_entries_are_kept(tmp_path: Path) -> None:
     data = Examples(path=dataset(tmp_path / "a.jsonl"))
     for budget in (500, 600):
         EncodedRows(data, byte_tokenizer(), budget, tmp_path / "cache").store()
@@ -202,25 +202,27 @@ def test_tools_of_a_row_reach_the_template(tmp_path: Path) -> None:
     knows = byte_tokenizer()
     knows.chat_template = "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}" + CHAT_TEMPLATE
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
-    path = rows_in(tmp_path / "a.jsonl", [{"messages": talk(1), "tools": tools}, {"messages": talk(1)}])
+    path = rows_in(
+        tmp_path / "a.jsonl", [{"messages": conversation_row(1), "tools": tools}, {"messages": conversation_row(1)}]
+    )
     with_tools, without = rows_of(EncodedRows(Examples(path=path), knows, 400))
     assert knows.decode(with_tools.tokens) == "[look]" + knows.decode(without.tokens)
     assert rows_of(EncodedRows(Examples(path=path, tools="other"), knows, 400)) == [without, without]
-    pair = {"prompt": talk(1)[:1], "chosen": "a", "rejected": "b", "tools": tools}
+    pair = {"prompt": conversation_row(1)[:1], "chosen": "a", "rejected": "b", "tools": tools}
     (sequences_per_row,) = rows_of(EncodedRows(Pairs(path=rows_in(tmp_path / "b.jsonl", [pair])), knows, 400))
     assert all(knows.decode(side.tokens).startswith("[look]") for side in sequences_per_row)
     with pytest.raises(ValueError, match=r"line 1 of a\.jsonl has tools, which the tokenizer's chat template does not"):
         EncodedRows(Examples(path=path), byte_tokenizer(), 400)
 
 
-def test_a_row_that_is_neither_text_nor_messages_is_named(tmp_path: Path) -> None:
-    for row in ({"prompt": "q", "completion": 5}, {"text": 5}, {"prompt": talk(1)[:1], "completion": 5}):
+def test_error_names_row_that_is_neither_text_nor_messages(tmp_path: Path) -> None:
+    for row in ({"prompt": "q", "completion": 5}, {"text": 5}, {"prompt": conversation_row(1)[:1], "completion": 5}):
         path = rows_in(tmp_path / "a.jsonl", [row])
         with pytest.raises(ValueError, match=r"the completion of line 1 of a\.jsonl is 5, but a completion is text"):
             EncodedRows(Examples(path=path), byte_tokenizer(), 400)
 
 
-def test_roles_that_no_template_knows_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_error_names_unknown_roles(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     known = [{"role": role, "content": "x"} for role in ("system", "developer", "user", "tool", "assistant")]
     path = rows_in(tmp_path / "a.jsonl", [{"messages": known}])
     EncodedRows(Examples(path=path), byte_tokenizer(), 400)
@@ -234,7 +236,7 @@ def test_roles_that_no_template_knows_are_named(tmp_path: Path, caplog: pytest.L
     assert 'line 2 of a.jsonl has a message of role "human", as have 1 more rows: chat templates' in caplog.text
 
 
-def test_pairs_of_equal_answers_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_error_names_pairs_with_equal_completions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pairs = [{"prompt": "a", "chosen": "b", "rejected": rejected} for rejected in ("c", "b", "b")]
     path = rows_in(tmp_path / "a.jsonl", pairs[:1])
     EncodedRows(Pairs(path=path), byte_tokenizer(), 400)

@@ -1,4 +1,4 @@
-"""HeadExchange: its results and gradients equal those of one rank."""
+"""HeadExchange: results and gradients equal those of one rank."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def sequences() -> list[Tensor]:
 
 
 def features(tokens: Tensor, positions: Tensor) -> Tensor:
-    """[T, HEADS, 2], told apart by token, position, head and channel."""
+    """Returns [T, HEADS, 2], different for each token, position, head and channel."""
     heads = torch.arange(HEADS * 2).view(HEADS, 2)
     return (100.0 * tokens + positions)[:, None, None] + 0.1 * heads
 
 
-def work(packing: Any, tensor: Tensor) -> Tensor:
-    """Something that goes along each sequence."""
+def cumulative_scan(packing: Any, tensor: Tensor) -> Tensor:
+    """A computation along each sequence."""
     return torch.cat([part.cumsum(0) for part in tensor.split(packing.lengths)])
 
 
@@ -38,7 +38,7 @@ def swapped(group: Any, size: int) -> list[Any]:
     local_features = features(microbatch.tokens, microbatch.positions).requires_grad_()
     entered = head_exchange.to_heads(local_features)
     heads = head_exchange.local_heads(torch.arange(HEADS))
-    back = head_exchange.to_sequences(work(head_exchange.packing, entered))
+    back = head_exchange.to_sequences(cumulative_scan(head_exchange.packing, entered))
     weights = microbatch.tokens.float() + 1
     (back * weights[:, None, None]).sum().backward()
     return [microbatch.batch_indices, heads, entered.detach(), back.detach(), local_features.grad]
@@ -46,10 +46,10 @@ def swapped(group: Any, size: int) -> list[Any]:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.thorough
-def test_scans_over_whole_sequences_equal_one_rank(ranks: Any, size: int) -> None:
+def test_scans_over_full_sequences_equal_one_rank(ranks: Any, size: int) -> None:
     (full,) = pack(sequences(), budget=64)
     expected_features = features(full.tokens, full.positions).requires_grad_()
-    expected = work(full.head_exchange.packing, full.head_exchange.to_heads(expected_features))
+    expected = cumulative_scan(full.head_exchange.packing, full.head_exchange.to_heads(expected_features))
     (full.head_exchange.to_sequences(expected) * (full.tokens.float() + 1)[:, None, None]).sum().backward()
     covered = torch.zeros(len(full), dtype=torch.bool)
     for rank, (places, heads, entered, back, gradient) in enumerate(ranks(size, swapped, size)):

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: a repository is downloaded once and then read from the cache; errors are one sentence."""
+"""The Hugging Face Hub: a repository is downloaded once and then read from the cache; errors are clear."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_cached_dataset_needs_no_hub(hub: Hub, tmp_path: Path, monkeypatch: py
         read_rows("org/stated", config="main", split="test")
 
 
-def test_a_cache_that_other_tools_filled_is_read(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_filled_by_other_tools_is_read(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import snapshot_download
 
     snapshot_download("org/named", repo_type="dataset", cache_dir=str(tmp_path / "cache"))
@@ -86,7 +86,7 @@ def test_a_cache_that_other_tools_filled_is_read(hub: Hub, tmp_path: Path, monke
     assert texts("org/named") == ["0"]
 
 
-def test_a_download_that_fails_is_no_smaller_dataset(hub: Hub) -> None:
+def test_failed_download_raises_instead_of_giving_a_smaller_dataset(hub: Hub) -> None:
     hub.fails_for = "main/train-00001-of-00002.jsonl"
     with pytest.raises(FileNotFoundError, match=r"dataset org/stated .* cannot be downloaded: "):
         read_rows("org/stated", config="main")
@@ -94,8 +94,8 @@ def test_a_download_that_fails_is_no_smaller_dataset(hub: Hub) -> None:
     assert texts("org/stated", config="main") == ["0", "1", "2"]
 
 
-def test_one_of_several_processes_downloads(hub: Hub) -> None:
-    """The lock is between open files, so threads stand for processes here."""
+def test_only_one_of_several_processes_downloads(hub: Hub) -> None:
+    """The lock is per open file, so threads can stand in for processes."""
     results: list[list[str]] = []
     threads = [threading.Thread(target=lambda: results.append(texts("org/named"))) for _ in range(4)]
     for thread in threads:
@@ -118,22 +118,20 @@ def test_one_of_several_processes_downloads(hub: Hub) -> None:
         ("org/model", {}, "has no dataset of that name"),
     ],
 )
-def test_a_wrong_name_is_one_sentence(hub: Hub, name: str, choice: dict[str, str], sentence: str) -> None:
+def test_wrong_name_gives_clear_error(hub: Hub, name: str, choice: dict[str, str], sentence: str) -> None:
     with pytest.raises((FileNotFoundError, ValueError)) as error:
         read_rows(name, **choice)
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_a_gated_dataset_says_what_to_accept(hub: Hub) -> None:
+def test_gated_dataset_error_says_what_to_accept(hub: Hub) -> None:
     hub.gated.add("org/named")
     with pytest.raises(FileNotFoundError, match=r"is gated .*huggingface.co/datasets/org/named, then log in with `hf"):
         read_rows("org/named")
 
 
-def test_without_a_connection_the_sentence_names_id_reason_and_fix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connection_error_names_id_reason_and_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_hub(monkeypatch, "http://127.0.0.1:9", tmp_path)
     with pytest.raises(FileNotFoundError) as error:
         read_rows("org/named")
@@ -141,7 +139,7 @@ def test_without_a_connection_the_sentence_names_id_reason_and_fix(
         assert part in str(error.value)
 
 
-def test_a_path_is_never_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_is_never_treated_as_a_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
     assert hub_repo("org/name", "model") is None, "org is a directory, so its missing file is a mistake in a path"
@@ -154,7 +152,7 @@ def test_a_path_is_never_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.M
         dataset_files(Path("no/rows.jsonl"))
 
 
-def test_a_folder_has_splits_too(tmp_path: Path) -> None:
+def test_folder_has_splits(tmp_path: Path) -> None:
     for name in ("a/train.jsonl", "a/test.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(rows(len(name)))
@@ -163,7 +161,7 @@ def test_a_folder_has_splits_too(tmp_path: Path) -> None:
         dataset_files(tmp_path / "a/train.jsonl", split="train")
 
 
-def test_files_without_the_name_of_a_split_are_the_training_split() -> None:
+def test_files_without_a_split_name_are_the_training_split() -> None:
     assert choose_files(["b.jsonl", "a.jsonl"], "", None, None, "d") == ["a.jsonl", "b.jsonl"]
     assert choose_files(["test/a.jsonl"], "", None, None, "d") == ["test/a.jsonl"], "the only split there is"
     assert choose_files(["latest/a.jsonl"], "", None, "train", "d") == ["latest/a.jsonl"], "test is no part of a word"

@@ -59,7 +59,7 @@ def test_sum_is_differentiable():
     assert torch.autograd.gradcheck(packing.sum, (values,))
 
 
-def test_packings_are_equal_when_their_lengths_are():
+def test_packings_with_equal_lengths_are_equal():
     assert Packing.from_lengths([2, 1]) == Packing.from_lengths((2, 1))
     assert Packing.from_lengths([2, 1]) != Packing.from_lengths([1, 2])
 
@@ -87,7 +87,7 @@ def test_packings_are_equal_when_their_lengths_are():
         ),
     ],
 )
-def test_packing_errors_are_sentences(build, sentence):
+def test_invalid_packings_give_clear_errors(build, sentence):
     with pytest.raises(ValueError) as error:  # noqa: PT011
         build()
     assert str(error.value) == sentence
@@ -99,7 +99,7 @@ def microbatch() -> Microbatch:
     return microbatch
 
 
-def test_length_boundaries_and_sums_are_the_packings(microbatch):
+def test_length_boundaries_and_sums_equal_the_packings(microbatch):
     assert len(microbatch) == 5
     assert microbatch.cu_seqlens.tolist() == [0, 3, 5]
     values = torch.arange(5.0, requires_grad=True)
@@ -116,7 +116,7 @@ def test_a_column_is_found_by_name(microbatch):
 @pytest.mark.parametrize(
     ("columns", "available"), [({"advantages": torch.zeros(5)}, '"advantages"'), ({}, "none")], ids=["some", "none"]
 )
-def test_a_missing_column_is_named_beside_those_there_are(microbatch, columns, available):
+def test_missing_column_error_lists_the_existing_columns(microbatch, columns, available):
     with pytest.raises(LookupError) as error:
         replace(microbatch, columns=columns).column("advantage")
     assert str(error.value) == (
@@ -173,7 +173,7 @@ def test_to_moves_every_tensor_and_keeps_the_rest(microbatch):
         ({"index": 1}, "index is 1, but the batch has 1 microbatches. Count them from 0 to count - 1."),
     ],
 )
-def test_shapes_that_disagree_are_refused(microbatch, changes, sentence):
+def test_inconsistent_shapes_are_refused(microbatch, changes, sentence):
     with pytest.raises(ValueError) as error:  # noqa: PT011
         replace(microbatch, **changes)
     assert str(error.value) == sentence

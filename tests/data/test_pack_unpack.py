@@ -1,4 +1,4 @@
-"""pack and unpack: every token and column is kept, at the position that predicts it, and is restored."""
+"""pack and unpack: every token and column is at the position that predicts it, and is restored."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from postlude.data import IGNORE, pack, unpack
 
 @st.composite
 def batches(draw):
-    """Sequences, a budget that holds each of them, and a multiple."""
+    """Draws sequences, a budget that holds each of them, and a multiple."""
     lengths = draw(st.lists(st.integers(1, 12), min_size=1, max_size=12))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     sequences = [torch.randint(0, 1000, (length,), generator=generator) for length in lengths]
@@ -19,7 +19,7 @@ def batches(draw):
 
 
 def by_sequence(microbatches):
-    """(caller's index, microbatch, slice) of every packed sequence."""
+    """Returns (caller's index, microbatch, slice) of every packed sequence."""
     return [
         (index, microbatch, slice(*bounds))
         for microbatch in microbatches
@@ -44,7 +44,7 @@ def test_each_sequence_is_packed_once_with_its_positions_and_next_tokens(batch):
 
 @settings(max_examples=50)
 @given(batches())
-def test_places_are_those_in_the_sequences_laid_end_to_end(batch):
+def test_token_positions_index_the_concatenated_sequences(batch):
     sequences, budget, multiple_of = batch
     microbatches = pack(sequences, budget=budget, multiple_of=multiple_of)
     laid = torch.cat(sequences)
@@ -57,7 +57,7 @@ def test_places_are_those_in_the_sequences_laid_end_to_end(batch):
 
 @settings(max_examples=50)
 @given(batches())
-def test_the_batch_knows_its_counts_before_the_step(batch):
+def test_batch_counts_are_known_before_the_step(batch):
     sequences, budget, multiple_of = batch
     microbatches = pack(sequences, budget=budget, multiple_of=multiple_of)
     tokens = sum(len(microbatch) for microbatch in microbatches)
@@ -71,7 +71,7 @@ def test_the_batch_knows_its_counts_before_the_step(batch):
 
 @settings(max_examples=50)
 @given(batches(), st.sampled_from([(), (3,), (2, 2)]))
-def test_columns_lie_where_their_token_is_predicted(batch, trailing):
+def test_columns_are_at_the_position_that_predicts_their_token(batch, trailing):
     sequences, budget, multiple_of = batch
     per_token = [torch.randn(len(sequence), *trailing) for sequence in sequences]
     per_sequence = [float(index + 1) for index in range(len(sequences))]
@@ -88,7 +88,7 @@ def test_columns_lie_where_their_token_is_predicted(batch, trailing):
 
 @settings(max_examples=50)
 @given(batches(), st.sampled_from([(), (3,)]), st.randoms(use_true_random=False))
-def test_unpack_undoes_pack(batch, trailing, generator):
+def test_unpack_inverts_pack(batch, trailing, generator):
     sequences, budget, multiple_of = batch
     values = [torch.randn(len(sequence), *trailing) for sequence in sequences]
     microbatches = pack(sequences, budget=budget, columns={"values": values}, multiple_of=multiple_of)
@@ -145,7 +145,7 @@ def test_unpack_is_differentiable_and_entry_0_gives_no_gradient(shifted):
     assert torch.autograd.gradcheck(lambda *values: tuple(unpack(microbatches, values, shifted=shifted)), values)
 
 
-def test_gradients_reach_the_columns_owner():
+def test_column_gradients_flow_through_pack():
     logprobs = torch.zeros(3, requires_grad=True)
     [microbatch] = pack([[1, 2, 3], [4, 5]], budget=5, columns={"logprobs": [logprobs, torch.zeros(2)]})
     microbatch.column("logprobs").sum().backward()
@@ -171,7 +171,7 @@ def test_lists_arrays_and_tensors_of_tokens_are_the_same(dtype):
     assert microbatch.tokens.dtype == torch.int64
 
 
-def test_rows_of_a_tensor_are_sequences_and_its_entries_scalars():
+def test_2d_tensor_is_per_token_and_1d_tensor_is_per_sequence():
     [microbatch] = pack(torch.tensor([[1, 2], [3, 4]]), budget=4, columns={"reward": torch.tensor([1.0, 2.0])})
     assert microbatch.targets.tolist() == [2, IGNORE, 4, IGNORE]
     assert microbatch.column("reward").tolist() == [1.0, 0.0, 2.0, 0.0]
@@ -194,14 +194,14 @@ def test_rows_of_a_tensor_are_sequences_and_its_entries_scalars():
         (torch.zeros(2, 3, dtype=torch.bfloat16), torch.bfloat16),
     ],
 )
-def test_tensors_keep_their_dtype_and_other_values_get_a_plain_one(entry, dtype):
+def test_tensors_keep_their_dtype_and_other_values_get_a_default(entry, dtype):
     [microbatch] = pack([[1, 2]], budget=2, columns={"column": [entry]})
     assert microbatch.column("column").dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64])
-def test_columns_are_aligned_alike_in_every_dtype(dtype):
-    """Also in those that numpy does not know."""
+def test_columns_are_aligned_in_every_dtype(dtype):
+    """Including dtypes that numpy does not have."""
     sequences = [[1, 2, 3], [4], [5, 6, 7, 8]]
     values = [torch.arange(1, len(sequence) + 1) * (index + 1) for index, sequence in enumerate(sequences)]
     (plain,) = pack(sequences, budget=8, columns={"x": values})
@@ -343,7 +343,7 @@ def test_unpack_refuses_values_of_another_length():
         unpack(microbatches, values)
 
 
-def test_unpack_refuses_a_part_of_the_batch():
+def test_unpack_refuses_an_incomplete_batch():
     microbatches, values = three_microbatches()
     sentence = r"^microbatch 0 is one of 3, but 2 were given. Give all microbatches of one pack call.$"
     with pytest.raises(ValueError, match=sentence):
@@ -365,7 +365,7 @@ def test_unpack_refuses_a_missing_or_repeated_sequence(chosen, fault):
         unpack([microbatches[index] for index in chosen], values)
 
 
-def test_whole_and_broken_numbers_make_one_column():
+def test_integers_and_floats_make_one_float_column():
     (microbatch,) = pack(
         [[1, 2], [3, 4, 5]], budget=8, columns={"reward": [1, 0.5], "mixed": [[0, 1], [0.5, 1.5, 2.5]]}
     )
@@ -383,7 +383,7 @@ class TestGroups:
         assert sorted(index for microbatch in batch for index in microbatch.sequences) == list(range(10))
         assert len(batch) % 2 == 0
 
-    def test_a_group_over_the_budget_and_groups_that_do_not_fit(self) -> None:
+    def test_groups_over_the_budget_are_refused(self) -> None:
         with pytest.raises(ValueError, match=r"sequences 0, 1 of group 'a' stay together and have 8 tokens"):
             pack([[1] * 4, [1] * 4, [1]], budget=6, groups=["a", "a", "b"])
         with pytest.raises(ValueError, match="2 groups for 3 sequences"):

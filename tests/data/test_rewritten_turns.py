@@ -1,4 +1,4 @@
-"""Templates like Qwen3's, DeepSeek-R1's and Phi-3's: each turn is trained on as it is written when it is last.
+"""Templates like Qwen3's, DeepSeek-R1's and Phi-3's: each turn is trained on as rendered when it is the last.
 
 Expected texts are written out. `«...»` stands around what is learned.
 """
@@ -68,7 +68,7 @@ def tokenizer(template: str) -> Any:
 
 
 def trained_text(chat_encoder: Encoder, encoded: EncodedSequence) -> str:
-    """The text of a sequence, with what is learned in «»."""
+    """Returns the text of a sequence, with trained text in «»."""
     text, tokens = "", []
     for place, (token, mask) in enumerate(zip(encoded.tokens, encoded.mask, strict=True)):
         tokens.append(token)
@@ -211,7 +211,7 @@ CASES: dict[str, tuple[str, Any, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_turn_is_trained_on_as_it_is_written_when_last(case: str) -> None:
+def test_turn_is_trained_on_as_rendered_when_last(case: str) -> None:
     template, messages, expected = CASES[case]
     chat_encoder = Encoder(tokenizer=tokenizer(template))
     encoded_turns = chat_encoder.conversation(messages)
@@ -228,7 +228,7 @@ def test_a_turn_is_trained_on_as_it_is_written_when_last(case: str) -> None:
 
 
 @pytest.mark.parametrize("template", [QWEN3, R1, PHI3])
-def test_a_pair_of_answers_is_two_sequences(template: str) -> None:
+def test_pair_of_completions_gives_two_sequences(template: str) -> None:
     chat_encoder = Encoder(tokenizer=tokenizer(template))
     pair = chat_encoder.preference(THOUGHT[:3], "3", "4")
     turns = [chat_encoder.conversation([*THOUGHT[:3], assistant_turn(answer)])[-1] for answer in ("3", "4")]
@@ -238,7 +238,7 @@ def test_a_pair_of_answers_is_two_sequences(template: str) -> None:
         assert list(pair) == turns
 
 
-def test_an_answer_of_several_rewritten_turns_cannot_be_one_of_a_pair() -> None:
+def test_multi_turn_completion_with_rewritten_turns_is_refused_in_pairs() -> None:
     chat_encoder = Encoder(tokenizer=tokenizer(QWEN3))
     refusal = r"the completion of row 3 \(chosen\) has 2 turns, and the chat template writes"
     with pytest.raises(ValueError, match=refusal):
@@ -246,7 +246,7 @@ def test_an_answer_of_several_rewritten_turns_cannot_be_one_of_a_pair() -> None:
     assert len(chat_encoder.encode_rows("completion", [(TALK[:1], TALK[1:])], ["row 3"])[0]) == 2
 
 
-def test_the_turns_that_fit_of_a_long_conversation_are_kept(tmp_path: Path) -> None:
+def test_turns_of_a_long_conversation_that_fit_are_kept(tmp_path: Path) -> None:
     fast = tokenizer(QWEN3)
     lengths = [len(sequence) for sequence in Encoder(tokenizer=fast).conversation(TALK)]
     chat_encoder = Encoder(tokenizer=fast, max_length=lengths[0])
@@ -264,7 +264,7 @@ def test_the_turns_that_fit_of_a_long_conversation_are_kept(tmp_path: Path) -> N
     assert str(short_rows) == "3 rows, 2 more are too long and dropped"
 
 
-def test_no_turn_of_a_conversation_that_is_held_out_is_trained_on(tmp_path: Path) -> None:
+def test_no_turn_of_a_held_out_conversation_is_trained_on(tmp_path: Path) -> None:
     talks = [[user(f"{number}?"), *TALK[1:]] for number in range(4)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))

@@ -1,4 +1,4 @@
-"""Streams: the rows of files in order, shuffled by buffers, resumed to the row, never read as a whole."""
+"""Streams: rows of files in order, shuffled with a buffer, resumed exactly, never read completely."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WRITERS: list[Callable[[Path, Sequence[Mapping[str, Any]]], Path]] = [write_json
 
 
 def numbers(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[list[int]]:
-    """Encodes a row as its number. Every seventh row is dropped, every fifth gives two."""
+    """Encodes a row as its number. Drops every seventh row and returns two sequences for every fifth."""
     return [[] if row["n"] % 7 == 6 else [row["n"]] * (2 if row["n"] % 5 == 4 else 1) for row in rows]
 
 
@@ -61,7 +61,7 @@ def files(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
     return [request.param(tmp_path / f"part{i}", ROWS[cuts[i] : cuts[i + 1]]) for i in (0, 2)]
 
 
-def test_a_stream_is_the_rows_in_order(files: list[Path]) -> None:
+def test_stream_gives_rows_in_order(files: list[Path]) -> None:
     reader = RowStream(files)
     read = reader.read(4) + reader.read(100)
     assert [row for _, row in read] == ROWS
@@ -70,7 +70,7 @@ def test_a_stream_is_the_rows_in_order(files: list[Path]) -> None:
     assert reader.read(1) == [], "the epoch is over"
 
 
-def test_any_position_continues_with_the_row_that_follows(files: list[Path]) -> None:
+def test_any_position_continues_with_the_next_row(files: list[Path]) -> None:
     all_rows = RowStream(files).read(100)
     for count in range(len(ROWS)):
         first = RowStream(files)
@@ -91,7 +91,7 @@ def test_every_epoch_has_each_row_once(files: list[Path], buffer: int | None) ->
     assert (other_seed.take(len(EPOCH)) == epochs[0]) == (buffer in (None, 1)), "the seed decides the order"
 
 
-def test_a_buffer_is_a_permutation_of_successive_rows(tmp_path: Path) -> None:
+def test_shuffle_buffer_permutes_consecutive_rows(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a", ROWS)
     rows = StreamedRows([path], lambda rows, _: [[row["n"]] for row in rows], lambda row: b"", seed=3, buffer=10)
     expected = [start + place for number, start, size in ((0, 0, 10), (1, 10, 10), (2, 20, 3))
@@ -101,7 +101,7 @@ def test_a_buffer_is_a_permutation_of_successive_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("buffer", [None, 5, 100])
-def test_a_restored_stream_continues_to_the_row(files: list[Path], buffer: int | None) -> None:
+def test_restored_stream_continues_at_the_exact_row(files: list[Path], buffer: int | None) -> None:
     expected = stream(files, seed=3, buffer=buffer).take(3 * len(EPOCH))
     for count in range(2 * len(EPOCH)):
         first, second = (stream(files, seed=3, buffer=buffer) for _ in range(2))
@@ -110,12 +110,12 @@ def test_a_restored_stream_continues_to_the_row(files: list[Path], buffer: int |
         assert second.take(7) == expected[count : count + 7]
 
 
-def test_the_number_of_rows_per_call_changes_nothing(files: list[Path]) -> None:
+def test_rows_per_call_does_not_change_the_order(files: list[Path]) -> None:
     single, together = (stream(files, seed=3, buffer=6) for _ in range(2))
     assert [row for _ in range(40) for row in single.take(1)] == together.take(17) + together.take(23)
 
 
-def test_the_first_rows_are_held_out_with_all_that_equal_them(files: list[Path]) -> None:
+def test_first_rows_and_their_duplicates_are_held_out(files: list[Path]) -> None:
     rows = stream(files, held_out=2, buffer=4)
     assert rows.held_out == [0, 1]
     assert rows.held_out_contents == {b"\0", b"\1"}
@@ -140,7 +140,7 @@ def test_a_stream_without_a_row_to_train_on_ends(tmp_path: Path) -> None:
         stream([empty]).take(1)
 
 
-def test_another_stream_is_not_restored(files: list[Path]) -> None:
+def test_restoring_another_streams_state_is_refused(files: list[Path]) -> None:
     state = stream(files, seed=3, buffer=5).state()
     for options, name in (({"seed": 4, "buffer": 5}, "seed"), ({"seed": 3}, "buffer")):
         with pytest.raises(ValueError, match=f"the saved position of the stream has {name}"):

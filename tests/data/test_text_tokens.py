@@ -1,4 +1,4 @@
-"""PiecewiseTokenizer: texts cut at special tokens are the tokens of whole texts, each piece encoded once."""
+"""PiecewiseTokenizer: texts cut at special tokens give the tokens of the full text, each piece encoded once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def build_tokenizer(prefix: bool) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_pieces_join_to_the_tokens_of_the_whole(prefix: bool) -> None:
+def test_pieces_give_the_tokens_of_the_full_text(prefix: bool) -> None:
     tokenizer, drawn = build_tokenizer(prefix), random.Random(0)
     texts_encoded: list[str] = []
 
@@ -48,7 +48,7 @@ def test_pieces_join_to_the_tokens_of_the_whole(prefix: bool) -> None:
     assert texts_encoded == ["<s>one", "<sep>two"]
 
 
-def test_a_tokenizer_that_looks_across_a_cut_is_given_whole_texts() -> None:
+def test_tokenizer_that_depends_on_context_gets_full_texts() -> None:
     class Added:
         content, normalized, lstrip, single_word = "|", False, False, False
 
@@ -57,8 +57,8 @@ def test_a_tokenizer_that_looks_across_a_cut_is_given_whole_texts() -> None:
     assert pieces(["a|bc"]) == [[4]]
 
 
-def with_spaces(scheme: str) -> PreTrainedTokenizerFast:
-    """As Llama 2's and Mistral's: a space before every text, which is a part of its first word."""
+def space_prefix_tokenizer(scheme: str) -> PreTrainedTokenizerFast:
+    """Like Llama 2's and Mistral's: adds a space before every text, which is part of its first word."""
     words = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     words.pre_tokenizer = (
         pre_tokenizers.ByteLevel(add_prefix_space=True)
@@ -80,8 +80,8 @@ def with_spaces(scheme: str) -> PreTrainedTokenizerFast:
     "turns",
     [("what is two:", "four"), ("a = ", "b"), ("hi", " four"), ("two\n", "\nfour"), ("a", "b", " c", "4")],
 )
-def test_the_tokens_of_a_prompt_and_its_answer_are_their_text(scheme: str, turns: tuple[str, ...]) -> None:
-    tokenizer = with_spaces(scheme)
+def test_prompt_and_completion_tokens_decode_to_their_text(scheme: str, turns: tuple[str, ...]) -> None:
+    tokenizer = space_prefix_tokenizer(scheme)
     encoder = Encoder(tokenizer=tokenizer)  # type: ignore[arg-type]
     prompt, *results = turns
     encoded, prompt_tokens = encoder.completion(prompt, results), encoder.prompt(prompt)

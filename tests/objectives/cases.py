@@ -1,4 +1,4 @@
-"""A batch with every column, and every setting of every objective: each changes what the plain formula gives."""
+"""A batch with every column, and every setting of every objective; each setting changes the plain formula's result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sequences(vocabulary: int) -> list[Tensor]:
 
 
 def batch_for(model: LanguageModel) -> Batch:
-    """Log-probs near the model's own, so that some ratios are clipped and some are not."""
+    """Returns a batch with log-probs near the model's own, so that some ratios are clipped and some are not."""
     generator = torch.Generator().manual_seed(4)
     tokens = sequences(model.config.vocab_size)
     with torch.no_grad():
@@ -77,7 +77,7 @@ def batch_for(model: LanguageModel) -> Batch:
 
 
 def with_critic(config: ModelConfig) -> LanguageModel:
-    """A model whose value head has seen something: from its zeros no gradient would reach the trunk."""
+    """Returns a model with a trained value head: with a zero head no gradient would reach the trunk."""
     model = LanguageModel(config, value_head=True)
     assert model.value_head is not None
     with torch.no_grad():
@@ -86,7 +86,7 @@ def with_critic(config: ModelConfig) -> LanguageModel:
 
 
 def ppo(**settings: Any) -> ActorCritic:
-    """The policy and its critic in one backward."""
+    """Policy and critic losses in one backward."""
     return ActorCritic(policy=PolicyGradient(entropy=0.1), value=ValueLoss(), **settings)
 
 

@@ -1,4 +1,4 @@
-"""Objectives written plainly: every sequence by itself, all its logits, a loop over its tokens."""
+"""Objectives written plainly: each sequence alone, all its logits, a loop over its tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from postlude.data import Batch
 
 @dataclass
 class Token:
-    """One token that is predicted: its row of the log-softmax, and what the batch's columns say of it."""
+    """One predicted token: its row of the log-softmax and its columns."""
 
     sequence: int
     id: int
@@ -60,7 +60,7 @@ def weight(token: Token, over: str) -> float:
 
 
 def average(tokens: list[Token], over: str, value: Callable[[Token], Tensor]) -> Tensor:
-    """Σ weight · value / Σ weight."""
+    """Returns Σ weight · value / Σ weight."""
     counted = [(weight(token, over), token) for token in tokens]
     total = sum(share * value(token) for share, token in counted if share)
     return total / sum(share for share, _ in counted)

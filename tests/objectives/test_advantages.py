@@ -1,4 +1,4 @@
-"""Advantages equal their definitions, written with Python's own statistics."""
+"""Advantages equal their definitions, computed with Python's statistics module."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_grpo_centres_and_scales_each_group() -> None:
         assert advantage == pytest.approx(expected, rel=1e-6)
 
 
-def test_without_the_standard_deviation_and_without_oneself() -> None:
+def test_advantages_without_std_and_leave_one_out() -> None:
     plain, leave_one_out = grpo(REWARDS, GROUPS, scale_by_std=False), rloo(REWARDS, GROUPS)
     scaled = grpo(REWARDS, GROUPS, leave_one_out=True, eps=0.1)
     for index in range(len(REWARDS)):
@@ -40,7 +40,7 @@ def test_without_the_standard_deviation_and_without_oneself() -> None:
             assert scaled[index] == pytest.approx(expected / (statistics.stdev(groups_of(index)) + 0.1), rel=1e-6)
 
 
-def test_equal_rewards_teach_exactly_nothing() -> None:
+def test_equal_rewards_give_zero_advantages() -> None:
     assert grpo([0.1] * 3 + [0.7], [0, 0, 0, 1]).tolist() == [0.0] * 4
     assert grpo(torch.tensor([1.0, 3.0]), torch.tensor([7, 7])).tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
 
@@ -68,7 +68,7 @@ def test_reinforce_plus_plus_takes_the_groups_mean_first() -> None:
     assert [float(row[1]) for row in actual] == pytest.approx([2**0.5, -(2**0.5), 0.0, 0.0], abs=1e-6)
 
 
-def test_gae_is_the_discounted_sum_of_surprises() -> None:
+def test_gae_is_the_discounted_sum_of_td_errors() -> None:
     rewards, values, gamma, lam = [0.1, 0.0, 1.0], [0.5, 0.2, 0.4], 0.9, 0.8
     surprises = [0.1 + 0.9 * 0.2 - 0.5, 0.0 + 0.9 * 0.4 - 0.2, 1.0 - 0.4]
     (advantages,), (returns,) = gae([rewards], [values], gamma=gamma, lam=lam)
@@ -81,7 +81,7 @@ def test_gae_is_the_discounted_sum_of_surprises() -> None:
     assert returns.tolist() == pytest.approx([1.1, 1.0, 1.0])
 
 
-def test_gae_steps_over_tokens_that_are_masked_out() -> None:
+def test_gae_skips_masked_tokens() -> None:
     inner, _ = gae([[0.1, 0.0, 1.0]], [[0.5, 0.2, 0.4]], gamma=0.9, lam=0.8)
     outer, returns = gae(
         [[7.0, 0.1, 0.0, 0.0, 1.0], [1.0]],
@@ -95,7 +95,7 @@ def test_gae_steps_over_tokens_that_are_masked_out() -> None:
     assert outer[1].tolist() == [0.75]
 
 
-def test_a_reward_on_a_masked_token_is_earned_by_the_last_that_counts_before_it() -> None:
+def test_reward_on_a_masked_token_goes_to_the_last_unmasked_token() -> None:
     values, masks = [[7.0, 0.5, 7.0, 0.2, 7.0, 7.0]], [[0, 1, 0, 1, 0, 0]]
     moved = gae([[0.0, 0.4, 0.0, 1.5, 0.0, 0.0]], values, masks=masks, gamma=0.9, lam=0.8)
     actual = gae([[0.0, 0.1, 0.3, 0.0, 0.5, 1.0]], values, masks=masks, gamma=0.9, lam=0.8)
@@ -113,8 +113,8 @@ def test_whitened_values_have_mean_0_and_deviation_1() -> None:
     assert whiten([[1.0]], [[0]])[0].tolist() == [0.0]
 
 
-def test_ranks_that_hold_parts_of_a_batch_whiten_as_one_does() -> None:
-    """Each asks for the sums of all: first of values and tokens, then of squares."""
+def test_whitening_over_ranks_equals_one_rank() -> None:
+    """Ranks sum values and token counts first, then squares."""
     values, masks = [[1.0, 2.0, 50.0], [3.0, 7.0], [0.5]], [[1, 1, 0], [1, 1], [1]]
     masked = torch.tensor([1.0, 2.0, 3.0, 7.0, 0.5], dtype=torch.float64)
     replies = iter([torch.tensor([13.5, 5.0], dtype=torch.float64), (masked - 2.7).square().sum()])

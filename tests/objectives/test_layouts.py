@@ -1,4 +1,4 @@
-"""Every objective in every layout equals its formula written plainly on one rank: loss and every gradient."""
+"""Every objective in every layout equals its plain formula on one rank: loss and every gradient."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def compare(group: dist.ProcessGroup, layout: str, kind: str, name: str) -> dict
 
 
 def objectives_in_layouts() -> list[Any]:
-    """Every objective in every layout. `make test` has each in two, in turn, and losses of whole sequences in cp=2."""
+    """Every objective in every layout. `make test` has each in two layouts, and sequence-level losses in cp=2."""
     results = []
     for turn, layout in enumerate(LAYOUTS):
         for place, (kind, name) in enumerate(CASES):
@@ -120,7 +120,7 @@ def test_equals_the_plain_formula(ranks: Ranks, layout: str, kind: str, name: st
 
 
 @pytest.mark.parametrize(("kind", "name"), CRITIC)
-def test_a_critic_on_copies_equals_the_plain_formula(ranks: Ranks, kind: str, name: str) -> None:
+def test_critic_with_dp_replicate_equals_the_plain_formula(ranks: Ranks, kind: str, name: str) -> None:
     for off in ranks(2, compare, "dp_replicate=2", kind, name):
         assert max(off.values()) <= TOLERANCE, {
             parameter_name: value for parameter_name, value in off.items() if value > TOLERANCE
@@ -140,7 +140,7 @@ def values(group: dist.ProcessGroup, layout: str) -> tuple[list[Tensor], list[Te
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "dp_replicate=2"])
-def test_values_equal_the_plain_ones_in_the_callers_order(ranks: Ranks, layout: str) -> None:
+def test_values_equal_the_plain_formula_in_input_order(ranks: Ranks, layout: str) -> None:
     for actual, expected in ranks(2, values, layout):
         assert [(values.dtype, len(values)) for values in actual] == [
             (torch.float32, len(values)) for values in expected
@@ -154,7 +154,7 @@ def test_values_equal_the_plain_ones_in_the_callers_order(ranks: Ranks, layout: 
 )
 @pytest.mark.parametrize("layout", ["tp=2,cp=2", pytest.param("pp=2,cp=2", marks=pytest.mark.thorough)])
 @pytest.mark.slow
-def test_axes_together(ranks: Ranks, layout: str, kind: str, name: str) -> None:
+def test_combined_axes_equal_the_plain_formula(ranks: Ranks, layout: str, kind: str, name: str) -> None:
     for off in ranks(4, compare, layout, kind, name):
         assert max(off.values()) <= TOLERANCE, {
             parameter_name: value for parameter_name, value in off.items() if value > TOLERANCE
@@ -171,6 +171,6 @@ def metrics(group: dist.ProcessGroup, layout: str, settings: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_metrics_equal_one_ranks(ranks: Ranks, layout: str) -> None:
+def test_metrics_equal_those_of_one_rank(ranks: Ranks, layout: str) -> None:
     for actual, expected in ranks(2, metrics, layout, {"ratio": "sequence", "clip_low": 0.05, "clip_high": 0.05}):
         assert actual == pytest.approx({name: expected[name] for name in actual}, rel=1e-4, abs=1e-6)

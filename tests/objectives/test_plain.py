@@ -1,4 +1,4 @@
-"""Every setting of every objective equals its formula written plainly, in loss and in every parameter's gradient."""
+"""Every setting of every objective equals its plain formula, in loss and in every parameter's gradient."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model_and_batch() -> tuple[LanguageModel, Batch]:
 
 
 def run(model: LanguageModel, batch: Batch, objective: Objective, budget: int) -> tuple[Tensor, dict[str, float]]:
-    """Computes what the engine computes on one rank."""
+    """Computes loss and gradients as the engine does on one rank."""
     microbatches = pack(batch.sequences, budget=budget, columns=batch.columns)
     scale = LossNormalizer(microbatches)
     tally = MetricAccumulator(scale)
@@ -71,7 +71,7 @@ def test_equals_the_plain_formula(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_every_setting_matters(kind: str, name: str) -> None:
+def test_every_setting_changes_the_result(kind: str, name: str) -> None:
     first = next(iter(SETTINGS[kind]))
     if name == first:
         return
@@ -108,8 +108,8 @@ def test_metrics_equal_the_plain_ones(settings: dict[str, Any]) -> None:
         assert number == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
-def test_nothing_is_projected_that_is_not_trained_on() -> None:
-    """Columns may hold anything where the weight is zero, and the gradient stays finite and the same."""
+def test_tokens_with_zero_weight_are_not_projected() -> None:
+    """Columns may hold anything where the weight is zero; the gradient stays finite and the same."""
     model, batch = model_and_batch()
     for settings in ({}, ALL, ALL | {"ratio": "sequence"}, {"surrogate": "cispo", "ratio": "on_policy"}):
         objective = PolicyGradient(**settings)
@@ -127,7 +127,7 @@ def test_nothing_is_projected_that_is_not_trained_on() -> None:
             assert_equal(gradient, expected_gradients[name], name)
 
 
-def test_parts_of_a_batch_add_up_however_it_is_cut() -> None:
+def test_losses_of_microbatches_add_up_for_any_split() -> None:
     model, batch = model_and_batch()
     for settings in (ALL, ALL | {"ratio": "sequence", "length": 3.0}):
         full_loss, metrics = run(model, batch, PolicyGradient(**settings), budget=64)

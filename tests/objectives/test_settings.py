@@ -1,4 +1,4 @@
-"""Invalid settings, missing columns and split pairs are refused with one sentence."""
+"""Invalid settings, missing columns and split pairs are refused with clear errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from tests.model.small import sequences, small_config, small_model
         (lambda: weights([[1]], "groups"), "needs the group of each of 1 sequences"),
     ],
 )
-def test_settings_that_cannot_be_meant(build: Any, sentence: str) -> None:
+def test_invalid_settings_are_refused(build: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         build()
 
@@ -66,7 +66,7 @@ def run(objective: Any, budget: int = 64, **columns: Any) -> list[Loss]:
     return [model(microbatch, output_processor=lambda inputs, _: objective(inputs)) for microbatch in microbatches]
 
 
-def test_missing_columns_are_named() -> None:
+def test_error_names_missing_columns() -> None:
     ones = [1.0] * 4
     for objective, column in [
         (SFT(over="loss_mask"), "loss_mask"),
@@ -84,7 +84,7 @@ def test_missing_columns_are_named() -> None:
         run(PolicyGradient(over="tokens", correction=RolloutCorrection()), advantages=ones, old_logprobs=ones)
 
 
-def test_columns_of_the_wrong_shape() -> None:
+def test_columns_of_the_wrong_shape_are_refused() -> None:
     two = [torch.ones(length, 2) for length in (5, 4, 6, 3)]
     with pytest.raises(ValueError, match=r"weights are \[18\], one per token"):
         run(SFT(over="mask"), mask=two)
@@ -92,7 +92,7 @@ def test_columns_of_the_wrong_shape() -> None:
         run(Distill(), teacher_ids=two, teacher_logprobs=[1.0] * 4)
 
 
-def test_a_model_without_a_critic_says_how_to_get_one() -> None:
+def test_error_of_a_missing_critic_says_how_to_add_one() -> None:
     model = small_model("[*-]")
     (microbatch,) = pack(sequences(5, 4), budget=64, columns={"returns": [1.0, 2.0]})
     with pytest.raises(ValueError, match=r"no value head: make it with Engine\(\.\.\., critic=True\)"):
@@ -128,7 +128,7 @@ def test_an_empty_microbatch_adds_nothing() -> None:
         assert float(scale.loss(loss, empty).detach()) == 0.0
 
 
-def test_weights_count_what_their_name_says() -> None:
+def test_weights_count_what_their_names_state() -> None:
     masks = [[1, 1, 0, 1], [0, 1, 1, 1], [0, 0, 0], [0, 1, 0, 0, 1]]
     tokens = weights(masks)
     assert [mask.tolist() for mask in tokens[:2]] == [[0, 1, 0, 1], [0, 1, 1, 1]]  # nothing predicts the first
@@ -139,8 +139,8 @@ def test_weights_count_what_their_name_says() -> None:
     assert [float(weights.sum()) for weights in by_prompt] == pytest.approx([0.4, 0.6, 0.0, 1.0])
 
 
-def test_the_gradient_of_a_divergence_is_that_of_its_mean_under_the_policy() -> None:
-    """Summed over the whole vocabulary by probability, it is the gradient of Σ p · log(p / q)."""
+def test_gradient_of_kl_estimators_is_that_of_the_expected_kl() -> None:
+    """Summed over the vocabulary with probabilities, it is the gradient of Σ p · log(p / q)."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(7, generator=generator, dtype=torch.float64).requires_grad_()
     reference = torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(-1)
@@ -167,8 +167,8 @@ def test_the_gradient_of_a_divergence_is_that_of_its_mean_under_the_policy() -> 
 
 
 @pytest.mark.parametrize("gap", [-45.0, -19.0, -3.0, 0.5, 5.0, 18.0, 19.75, 20.25, 25.0, 60.0])
-def test_the_penalty_pulls_towards_the_reference_however_far_it_is(gap: float) -> None:
-    """In fp32, where e²⁰ swallows the difference it is made of; beyond the bound the pull is that at the bound."""
+def test_kl_penalty_gradient_points_to_the_reference_at_any_distance(gap: float) -> None:
+    """In fp32, where e²⁰ would swallow the difference; beyond the bound the gradient is that at the bound."""
     clamped = max(-20.0, min(20.0, gap))
     for estimator, gradient, pull in (
         ("k3", "expectation", clamped),
@@ -187,7 +187,7 @@ def test_the_penalty_pulls_towards_the_reference_however_far_it_is(gap: float) -
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
-def test_a_critic_is_not_trained_on_what_its_weights_leave_out(clip: float | None) -> None:
+def test_critic_ignores_tokens_with_zero_weight(clip: float | None) -> None:
     results = []
     for filler in (0.0, float("nan")):
         model = LanguageModel(small_config("[*-]"), value_head=True)
@@ -225,7 +225,7 @@ number = 3
 """
 
 
-def test_an_objective_from_a_file(tmp_path: Path) -> None:
+def test_objective_is_loaded_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(OWN)
     (plain,) = run(lambda inputs: Loss(-inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob))

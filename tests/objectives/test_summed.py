@@ -1,4 +1,4 @@
-"""Losses that are sums over given targets equal their formulas in float64: loss, log-probs and every gradient."""
+"""Summed losses over given targets equal their float64 formulas: loss, log-probs and every gradient."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def tiny() -> Any:
 
 
 @functools.cache
-def whole_model() -> LanguageModel:
+def full_model() -> LanguageModel:
     model = LanguageModel(model_from_hf(tiny())[1])
     model.reset(0)
     return model.double()
@@ -103,9 +103,9 @@ def whole_model() -> LanguageModel:
 
 @functools.cache
 def make_inputs(case: str) -> tuple[list[Tensor], list[Columns]]:
-    """Returns the inputs [length] and the columns [length], or [length, K], of each sequence: targets are random."""
+    """Returns inputs [length] and columns [length], or [length, K], of each sequence, with random targets."""
     generator = torch.Generator().manual_seed(7)
-    model = whole_model()
+    model = full_model()
 
     def random(length: int) -> Tensor:
         return torch.randn((length, K) if case == "several targets" else (length,), generator=generator)
@@ -129,7 +129,7 @@ def make_inputs(case: str) -> tuple[list[Tensor], list[Columns]]:
 
 def logprobs(tokens: Tensor, targets: Tensor) -> Tensor:
     (alone,) = pack([tokens], budget=len(tokens))
-    rows = whole_model()(alone).log_softmax(-1)
+    rows = full_model()(alone).log_softmax(-1)
     assert rows.dtype == torch.float64
     return rows.gather(1, targets.view(len(tokens), -1)).view(targets.shape)
 
@@ -137,7 +137,7 @@ def logprobs(tokens: Tensor, targets: Tensor) -> Tensor:
 @functools.cache
 def expected(case: str) -> tuple[float, list[Tensor], dict[str, Tensor]]:
     loss_name, settings, _ = CASES[case]
-    model, total, outputs = whole_model(), torch.zeros((), dtype=torch.float64), []
+    model, total, outputs = full_model(), torch.zeros((), dtype=torch.float64), []
     for tokens, columns in zip(*make_inputs(case), strict=True):
         p = logprobs(tokens, columns["target_tokens"])
         outputs.append(p.detach())
@@ -147,7 +147,7 @@ def expected(case: str) -> tuple[float, list[Tensor], dict[str, Tensor]]:
 
 
 def batch_of(case: str) -> Batch:
-    """A position and its target are a token and a value of the next: a sequence gets one more token."""
+    """Returns a batch whose sequences have one more token: a target becomes the next token, with its columns."""
     inputs, rows = make_inputs(case)
 
     def shifted(values: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def engine_of(layout: str) -> Engine:
 
 
 def compare(group: dist.ProcessGroup, layout: str) -> dict[str, dict[str, float]]:
-    """Returns how far the loss, the log-probs and the gradients of each case are from those in float64."""
+    """Returns the errors of loss, log-probs and gradients of each case relative to float64."""
     engine, differences = engine_of(layout), {}
     for case, (loss_name, settings, _) in CASES.items():
         loss, expected_rows, gradients = expected(case)

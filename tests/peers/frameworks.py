@@ -32,7 +32,7 @@ TOLERANCES = {torch.float32: TOLERANCE, torch.bfloat16: 8 * 2**-8}
 
 
 def report(framework: str, subject: str, errors: dict[str, float]) -> None:
-    """Prints the version of a framework and the error of each number that was compared with it."""
+    """Prints a framework's version and the error of each compared number."""
     numbers = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
     print(f"\n{framework} {release_of(framework)}: {subject}: {numbers}", flush=True)
 
@@ -46,7 +46,7 @@ def release_of(framework: str) -> str:
 
 
 def errors_of(actual: dict[str, Tensor], reference_values: dict[str, Tensor]) -> dict[str, float]:
-    """Returns the relative difference by name, one for all gradients: that of the parameter that is off most."""
+    """Returns the relative difference by name; for gradients, that of the parameter with the largest."""
     assert actual.keys() == reference_values.keys()
     errors: dict[str, float] = {}
     for name, expected in reference_values.items():
@@ -65,7 +65,7 @@ class _CpuTensors(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _cpu_in_place_of_cuda() -> Iterator[None]:
-    """A stream that does nothing is right on a CPU: every operation has ended when its call returns."""
+    """Replaces CUDA streams by no-ops, which is correct on a CPU, where operations are synchronous."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_CpuTensors())
         stack.enter_context(mock.patch("torch.cuda.current_device", return_value="cpu"))
@@ -81,22 +81,22 @@ def _cpu_in_place_of_cuda() -> Iterator[None]:
 
 
 def _record_stream(_: Tensor, stream: Any) -> None:
-    """Nothing frees a CPU tensor's memory while it is used."""
+    """Does nothing: a CPU tensor's memory is not freed while it is used."""
 
 
 def _as_host_value(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """What the function that it replaces returns for a tensor on CUDA."""
+    """Returns what the replaced function returns for a tensor on CUDA."""
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
 def _layer_norm(_: type, config: Any, hidden_size: int, eps: float = 1e-5, **__: Any) -> nn.LayerNorm:
-    """What Megatron's norm without Apex returns, which refuses sequence parallelism: it would not add its gradients."""
+    """Megatron's norm without Apex, which refuses sequence parallelism because it would not add up its gradients."""
     return nn.LayerNorm(hidden_size, eps)
 
 
 @contextlib.contextmanager
 def megatron(device: str, *, tp: int = 1, pp: int = 1, ep: int = 1) -> Iterator[None]:
-    """Megatron's process groups over those of the running ranks. Its models have no dropout, so no random state.
+    """Sets up Megatron's process groups on the running ranks. Its models have no dropout, so no random state.
 
     Mamba's kernels leave the precision of fp32 products to Triton, whose default is TF32. There the last bit of one
     gradient can change another by 1e-5, so Triton takes fp32 here.
@@ -120,12 +120,12 @@ def megatron(device: str, *, tp: int = 1, pp: int = 1, ep: int = 1) -> Iterator[
 
 
 def gpt_model(device: str, *, tied: bool = False, dtype: torch.dtype = torch.float32, **config: Any) -> Any:
-    """Returns this rank's part of a small GPTModel whose weights depend on nothing but the sizes."""
+    """Returns this rank's part of a small GPTModel whose weights depend only on the sizes."""
     return seeded(unseeded_gpt_model(VOCABULARY, LENGTH, tied=tied, dtype=dtype, **config), device, dtype)
 
 
 def unseeded_gpt_model(vocabulary: int, length: int, *, tied: bool, dtype: torch.dtype, **config: Any) -> Any:
-    """Returns this rank's part of a GPTModel of Megatron's own modules, without Transformer Engine."""
+    """Returns this rank's part of a GPTModel made of Megatron's modules, without Transformer Engine."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -152,7 +152,7 @@ def transformer_config(dtype: torch.dtype, **config: Any) -> Any:
 
 
 def seeded(model: Any, device: str, dtype: torch.dtype) -> Any:
-    """Large weights, so that distributions are far from uniform; the same on every rank where a rank has all of one."""
+    """Sets large weights, so that distributions are far from uniform; equal on every rank that has the full tensor."""
     for name, parameter in model.named_parameters():
         split = getattr(parameter, "tensor_model_parallel", False) or not getattr(parameter, "allreduce", True)
         seed = sum(map(ord, name)) + dist.get_rank() * split
@@ -163,7 +163,7 @@ def seeded(model: Any, device: str, dtype: torch.dtype) -> Any:
 
 
 def import_alone(name: str) -> Any:
-    """Imports a module without running its packages' __init__, which import servers that this test has no use for."""
+    """Imports a module without running its packages' __init__, which import servers that this test does not need."""
     parts = name.split(".")
     for depth in range(1, len(parts)):
         package = ".".join(parts[:depth])
@@ -176,7 +176,7 @@ def import_alone(name: str) -> Any:
 
 
 class Inputs:
-    """The same tokens on every rank: input_ids, position_ids, attention_mask (Megatron's: True is hidden), labels."""
+    """The same tokens on every rank: input_ids, position_ids, attention_mask (Megatron's: True is masked), labels."""
 
     def __init__(
         self, device: str, seed: int = 0, *, batch: int = BATCH, length: int = LENGTH, vocabulary: int = VOCABULARY
@@ -190,7 +190,7 @@ class Inputs:
 
     @property
     def model(self) -> tuple[Tensor, Tensor, Tensor]:
-        """A model's positional arguments."""
+        """Returns a model's positional arguments."""
         return self.tokens, self.positions, self.mask
 
 
@@ -199,7 +199,7 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
 
 
 def backward(inputs: Inputs, results: dict[str, Tensor]) -> None:
-    """The gradients of the results' weighted sum."""
+    """Returns the gradients of the results' weighted sum."""
     length = results["logprob"].shape[1]
     rows = [row.float() * up[:, :length] for row, up in zip(results.values(), inputs.upstream, strict=False)]
     torch.stack([row for row in rows if row.requires_grad]).sum().backward()

@@ -1,4 +1,4 @@
-"""A HybridModel of Megatron's own modules without Transformer Engine."""
+"""A HybridModel made of Megatron's modules, without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 64, "mamba_state_dim": 16, "mam
 
 
 def hybrid_model(device: str, pattern: str, *, tied: bool, dtype: torch.dtype, **config: Any) -> Any:
-    """Returns a model whose layers are those of the pattern: `M` Mamba-2, `*` attention, `-` MLP."""
+    """Returns a model with the layers of the pattern: `M` Mamba-2, `*` attention, `-` MLP."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
     from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -66,7 +66,7 @@ def mamba_layer() -> Any:
 
 @functools.cache
 def import_mamba_kernels() -> None:
-    """Before Megatron's mixer imports them: mamba_ssm's own __init__ needs its compiled extension."""
+    """Imports them before Megatron's mixer does: mamba_ssm's __init__ needs its compiled extension."""
     with mock.patch.dict("os.environ", {"MAMBA_DETERMINISTIC": "1"}):  # one configuration a kernel: no autotuning
         for name in ("layernorm_gated", "ssd_combined"):
             import_alone(f"mamba_ssm.ops.triton.{name}")

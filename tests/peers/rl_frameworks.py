@@ -30,7 +30,7 @@ def verl_from_logits(model: Any, inputs: Inputs, chunk: int) -> Results:
 
 
 def verl_fused(model: Any, inputs: Inputs, chunk: int) -> Results:
-    """verl's Triton kernel, called in the hook as by its `fused_output_processor`, which takes batches of one row."""
+    """verl's Triton kernel, called in the hook like its `fused_output_processor`, which takes batches of one row."""
     kernel = import_alone("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
 
     def processor(
@@ -60,7 +60,7 @@ def verl_postlude(model: Any, inputs: Inputs, chunk: int) -> Results:
 
 
 def skyrl_fused(model: Any, inputs: Inputs, chunk: int, backend: str = "torch", entropy: bool = True) -> Results:
-    """Its fused head through its own processor, and its entropy, which has no gradient."""
+    """SkyRL's fused head through its own processor, and its entropy, which has no gradient."""
     package = "skyrl.backends.skyrl_train.distributed.megatron"
     head, utils = import_alone(f"{package}.fused_lm_head"), import_alone(f"{package}.model_utils")
     context: dict[str, Any] = {}
@@ -105,7 +105,7 @@ def skyrl_postlude(model: Any, inputs: Inputs, chunk: int) -> Results:
 
 
 def nemo_rl_fused(model: Any, inputs: Inputs, chunk: int) -> Results:
-    """Its forward in place of GPTModel's, which it puts into the class; here it is called as a function."""
+    """NeMo RL's forward, which it assigns to the GPTModel class; here it is called as a function."""
     utils = import_alone("nemo_rl.distributed.model_utils")
     model._linear_ce_fusion_chunk_size = chunk
     logprob = utils._gpt_forward_with_linear_ce_fusion(
@@ -120,7 +120,7 @@ def nemo_rl_postlude(model: Any, inputs: Inputs, chunk: int) -> Results:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A framework's own function, and Postlude's processor for the same results."""
+    """A framework's function, and Postlude's processor for the same results."""
 
     framework: str
     peer: Call

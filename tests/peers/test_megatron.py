@@ -1,4 +1,4 @@
-"""Megatron-Core's own models give the same numbers with Postlude's head in place of their output layer."""
+"""Megatron-Core's models give the same numbers with Postlude's head in place of their output layer."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ MODELS = {"GPTModel": None, "HybridModel": "*-*-", "HybridModel with Mamba": "M*
 """By name, the layer pattern of a HybridModel."""
 
 
-def of_logits(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """[b, s, vocabulary] -> the log-prob of the labels and the entropy, [b, s]."""
+def logprobs_and_entropy(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Returns log-prob of the labels and entropy, [b, s], of logits [b, s, vocabulary]."""
     logprobs = logits.float().log_softmax(-1)
     chosen = logprobs.gather(-1, labels[..., None])[..., 0]
     return {"logprob": chosen, "entropy": -(logprobs.exp() * logprobs).sum(-1)}
@@ -43,7 +43,7 @@ def of_logits(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
 def compare_on_one_rank(
     _: Any, device: str, pattern: str | None, tied: bool, dtype: torch.dtype
 ) -> dict[str, dict[str, float]]:
-    """Returns the errors of each way to run the head: differences of log-probs, entropy and gradients from Megatron's.
+    """Returns the errors of each way to run the head: log-probs, entropy and gradients compared with Megatron's.
 
     Those "of the head" are differences from a float32 head on Megatron's own hidden states.
     """
@@ -56,10 +56,10 @@ def compare_on_one_rank(
         )
         loss = model(*inputs.model, labels=inputs.labels).detach()
         capture = model.output_layer.register_forward_pre_hook(lambda _, args: hidden.append(args[0].detach().float()))
-        expected = with_gradients(model, inputs, of_logits(model(*inputs.model), inputs.labels))
+        expected = with_gradients(model, inputs, logprobs_and_entropy(model(*inputs.model), inputs.labels))
         capture.remove()
         weight = (model.embedding.word_embeddings if tied else model.output_layer).weight.detach().float()
-        head = of_logits((hidden[0] @ weight.t()).transpose(0, 1), inputs.labels)
+        head = logprobs_and_entropy((hidden[0] @ weight.t()).transpose(0, 1), inputs.labels)
         processor, layer = LogprobsProcessor(entropy=True), model.output_layer
         parameters = dict(model.named_parameters())
         with logprobs_output_layer(model, processor, inputs.labels):
@@ -82,7 +82,7 @@ def compare_on_one_rank(
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_on_one_rank(workers: Ranks, device: str, name: str, tied: bool, dtype: torch.dtype) -> None:
+def test_one_rank_equals_megatron(workers: Ranks, device: str, name: str, tied: bool, dtype: torch.dtype) -> None:
     if "Mamba" in name and device == "cpu" and (os.environ.get("TRITON_INTERPRET") != "1" or dtype != torch.float32):
         pytest.skip("Mamba's kernels need CUDA, or for fp32 Triton's interpreter")
     by_way = workers(1, compare_on_one_rank, device, MODELS[name], tied, dtype)[0]
@@ -148,7 +148,7 @@ def forward_step(way: str, inputs: Inputs) -> Any:
 
 
 def compare_in_a_schedule(_: Any, device: str, layout: Layout, dtype: torch.dtype) -> dict[str, dict[str, float]]:
-    """Returns the errors of each way: differences from Megatron's own loss of these microbatches, scheduled plainly."""
+    """Returns the errors of each way relative to Megatron's own loss on a plain schedule."""
     microbatches = [Inputs(device, seed) for seed in range(4)]
     with megatron(device, **layout.sizes):
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -182,7 +182,9 @@ def compare_in_a_schedule(_: Any, device: str, layout: Layout, dtype: torch.dtyp
     [(name, dtype) for name, layout in LAYOUTS.items() for dtype in layout.dtypes],
     ids=str,
 )
-def test_two_ranks_in_megatrons_schedules(workers: Ranks, device: str, name: str, dtype: torch.dtype) -> None:
+def test_two_ranks_in_megatron_schedules_equal_megatron(
+    workers: Ranks, device: str, name: str, dtype: torch.dtype
+) -> None:
     for rank, ways in enumerate(workers(2, compare_in_a_schedule, device, LAYOUTS[name], dtype)):
         for way, errors in ways.items():
             report("megatron-core", f"GPTModel on {device}, {name}, rank {rank}, {dtype}, by {way}", errors)

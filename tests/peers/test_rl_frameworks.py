@@ -1,4 +1,4 @@
-"""The processors of examples/peers give the numbers of verl, SkyRL and NeMo RL, in Megatron's own GPTModel."""
+"""The processors of examples/peers equal verl, SkyRL and NeMo RL in Megatron's GPTModel."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def compare(_: Any, device: str, case: Case) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_processor_gives_the_frameworks_numbers(workers: Ranks, device: str, case: Case) -> None:
+def test_processor_equals_the_framework(workers: Ranks, device: str, case: Case) -> None:
     framework = WAYS[case.way].framework
     if framework == "nemo-rl" and PathFinder.find_spec("nemo_rl") is None:
         pytest.skip("NeMo RL has no wheel, and its sources were not fetched")
@@ -75,8 +75,8 @@ def test_a_processor_gives_the_frameworks_numbers(workers: Ranks, device: str, c
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
-def test_verls_forward_of_a_transformers_model(family: str) -> None:
-    """verl puts it in the place of the model's forward; `logprobs` calls the base model and leaves that alone."""
+def test_logprobs_equal_verls_forward_of_a_transformers_model(family: str) -> None:
+    """verl replaces the model's forward; `logprobs` calls the base model and does not use it."""
     import_alone("verl.utils.experimental.torch_functional")  # which the function imports when it is called
     forward = import_alone("verl.models.transformers.dense_common").forward_with_torch_backend
     model, ids = model_of(family, torch.float32), tokens()

@@ -1,4 +1,4 @@
-"""`integrations.hf.logprobs` gives the model's own numbers under torch.compile and under accelerate's FSDP."""
+"""`integrations.hf.logprobs` equals the model's own numbers under torch.compile and accelerate's FSDP."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.peers
 FAMILIES = ["llama", "gemma2", "qwen3_moe"]
 
 
-class Scored(nn.Module):
-    """A module that FSDP or DDP wraps, so that `logprobs` runs inside its forward, where the head's weight is whole."""
+class ScoringModule(nn.Module):
+    """Wrapped by FSDP or DDP, so that `logprobs` runs inside its forward, where the head's weight is unsharded."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Scored(nn.Module):
 
 
 def with_gradients(model: nn.Module, logprob: Tensor, entropy: Tensor) -> dict[str, Tensor]:
-    """Returns the results, and each parameter's whole gradient of the mean of their squares."""
+    """Returns the results, and each parameter's full gradient of the mean of their squares."""
     model.zero_grad()
     (logprob.square().mean() + entropy.square().mean()).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -46,14 +46,14 @@ def with_gradients(model: nn.Module, logprob: Tensor, entropy: Tensor) -> dict[s
     }
 
 
-def of_logits(model: Any, ids: Tensor) -> dict[str, Tensor]:
+def logprobs_from_model(model: Any, ids: Tensor) -> dict[str, Tensor]:
     return with_gradients(model, *logprobs_from_logits(model(ids).logits, ids, all_but_first()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_compiled(family: str) -> None:
+def test_compiled_model(family: str) -> None:
     model, ids = model_of(family, torch.float32), tokens()
-    expected = of_logits(model, ids)
+    expected = logprobs_from_model(model, ids)
     model.base_model.compile()  # in place: the module that `logprobs` calls
     stats = logprobs(model, ids, entropy=True)
     errors = errors_of(with_gradients(model, stats.logprob, stats.entropy), expected)
@@ -62,7 +62,7 @@ def test_compiled(family: str) -> None:
 
 
 def compare_sharded(_: Any, family: str) -> dict[str, float]:
-    """Every rank has the same tokens: the mean over ranks that FSDP makes of gradients is each rank's own.
+    """Every rank has the same tokens, so FSDP's mean of gradients over ranks equals each rank's own.
 
     An Accelerator refuses FSDP on CPUs, so accelerate's own function that shards a model is called, with the fields of
     an Accelerator that it reads.
@@ -71,7 +71,7 @@ def compare_sharded(_: Any, family: str) -> dict[str, float]:
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
     ids, model = tokens(), model_of(family, torch.float32)
-    expected = of_logits(model, ids)
+    expected = logprobs_from_model(model, ids)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
@@ -79,7 +79,7 @@ def compare_sharded(_: Any, family: str) -> dict[str, float]:
         cpu_ram_efficient_loading=False,
     )
     scored = fsdp2_prepare_model(
-        SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="no"), Scored(model)
+        SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="no"), ScoringModule(model)
     )
     weight = model.get_output_embeddings().weight
     assert isinstance(weight, DTensor)

@@ -1,4 +1,4 @@
-"""KTO and ORPO are TRL's: its trainers' own losses, on the same tokens, have the same value and gradients."""
+"""KTO and ORPO equal the losses of TRL's trainers on the same tokens, in value and gradients."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def batch(model: LanguageModel) -> Batch:
 
 
 def logits_of(model: LanguageModel, tokens: Tensor) -> Tensor:
-    """[length, vocabulary] of one sequence."""
+    """Returns the logits [length, vocabulary] of one sequence."""
     (alone,) = pack([tokens], budget=len(tokens))
     return model(alone, output_processor=lambda inputs, _: inputs.head.logits(inputs.hidden))
 
@@ -52,7 +52,7 @@ def padded(rows: list[Tensor], value: int = 0) -> Tensor:
 
 
 class Forward:
-    """The model as a trainer of TRL calls it: padded rows in, logits and log-probs of the labels out."""
+    """The model as a TRL trainer calls it: padded rows in, logits and log-probs of the labels out."""
 
     training = True
 
@@ -72,7 +72,7 @@ class Forward:
 
 
 def trainer(kind: type, model: LanguageModel, **settings: Any) -> Any:
-    """A trainer of TRL that has what its loss reads."""
+    """Returns a TRL trainer with only what its loss reads."""
     instance = object.__new__(kind)
     accelerator = SimpleNamespace(device=DEVICE, gather_for_metrics=lambda value: value)
     vars(instance).update(accelerator=accelerator, aux_loss_enabled=False, model=Forward(model), **settings)
@@ -81,7 +81,7 @@ def trainer(kind: type, model: LanguageModel, **settings: Any) -> Any:
 
 @pytest.mark.parametrize("shift", [-0.3, 0.3], ids=["a KL above 0", "a KL at its bound"])
 @pytest.mark.parametrize("settings", [{}, {"beta": 0.5, "desirable_weight": 1.5, "undesirable_weight": 0.4}])
-def test_kto(model: LanguageModel, batch: Batch, settings: dict[str, float], shift: float) -> None:
+def test_kto_equals_trl(model: LanguageModel, batch: Batch, settings: dict[str, float], shift: float) -> None:
     from trl.trainer.kto_trainer import KTOTrainer
 
     tokens, masks = [torch.as_tensor(sequence) for sequence in batch.sequences], batch.columns["response_mask"]
@@ -165,8 +165,8 @@ def orpo_trainer(model: LanguageModel, beta: float) -> Any:
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.8])
-def test_the_odds_ratio_of_orpo(model: LanguageModel, batch: Batch, beta: float) -> None:
-    """TRL averages the likelihood over the tokens of all prompts and completions, so this term is compared alone."""
+def test_orpo_odds_ratio_equals_trl(model: LanguageModel, batch: Batch, beta: float) -> None:
+    """TRL averages the likelihood over the tokens of prompts and completions, so this term is compared alone."""
     tokens = [torch.as_tensor(sequence) for sequence in batch.sequences]
     trl_trainer = orpo_trainer(model, beta)
     chosen, rejected, *_ = trl_trainer.concatenated_forward(
@@ -180,8 +180,8 @@ def test_the_odds_ratio_of_orpo(model: LanguageModel, batch: Batch, beta: float)
         assert_equal(gradient, expected_gradients[name], f"gradient of {name}")
 
 
-def test_orpo_of_one_pair_without_a_prompt(model: LanguageModel, batch: Batch) -> None:
-    """There the likelihood is over the same tokens, and the whole loss is TRL's."""
+def test_orpo_of_one_pair_without_a_prompt_equals_trl(model: LanguageModel, batch: Batch) -> None:
+    """Here the likelihood is over the same tokens, so the full loss equals TRL's."""
     tokens = [torch.as_tensor(sequence) for sequence in batch.sequences[:2]]
     trl_trainer = orpo_trainer(model, 0.3)
     inputs = orpo_inputs(tokens, [torch.ones(len(row)) for row in tokens])

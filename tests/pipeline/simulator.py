@@ -1,4 +1,4 @@
-"""Transfers of a rank for each action, and schedules on the planner's clock by the times of one stage."""
+"""Transfers of each action of a rank, and schedules timed by the planner with given stage times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ USUAL = {"F": 1.0, "B": 2.0}
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One end of moving what `payload` made: the activations of an F to the next stage, the gradient of a B back."""
+    """One end of a transfer: the activations of an F to the next stage, or the gradient of a B back."""
 
     end: Literal["send", "receive"]
     payload: Action
@@ -51,7 +51,7 @@ def simulate(
     backward_time: float = 2.0,
     transfer_time: float = 0.0,
 ) -> SimulatedTimeline:
-    """Every rank's order, an action a turn."""
+    """Times every rank's order, one action per turn."""
     times = {"F": forward_time, "B": backward_time}
     schedule = [[(action,) for action in actions] for actions in orders]
     return simulate_schedule(
@@ -66,5 +66,5 @@ def simulate_turns(
     vpp: int,
     times: Mapping[str, float] = MappingProxyType(USUAL),
 ) -> SimulatedTimeline:
-    """Every rank's turns, by default with a forward 1 and a backward 2."""
+    """Times every rank's turns, by default with a forward of 1 and a backward of 2."""
     return simulate_schedule(schedule, stages=pp * vpp, seconds=lambda turn: sum(times[action.kind] for action in turn))

@@ -1,4 +1,4 @@
-"""A pipeline equals one rank: losses, per-token results and every gradient, in every schedule and length."""
+"""A pipeline equals one rank: losses, per-token results and gradients, in every schedule and length."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Gradients = dict[str, Tensor]
 
 
 def objective(inputs: OutputInputs, bonus: float) -> dict[str, Any]:
-    """Token, entropy and sequence terms together; the result is a tree, not a tensor."""
+    """Combines token, entropy and sequence terms; the result is a tree, not a tensor."""
     microbatch = inputs.microbatch
     stats = inputs.head.logprobs(inputs.hidden, microbatch.targets, entropy=True)
     total = microbatch.sequence_sum(stats.logprob).exp().sum()
@@ -69,7 +69,7 @@ def one_rank(pattern: str, tied: bool, *steps: list[Microbatch]) -> tuple[list[A
 def pipeline(
     group: dist.ProcessGroup, vpp: int, pattern: str, tied: bool, plan: list[Any]
 ) -> tuple[list[Any], Gradients]:
-    """One rank of a pipeline. `plan` holds microbatches to train on, or ("look", microbatches) to run forward only."""
+    """Runs one pipeline rank. `plan` holds microbatches to train on, or ("look", microbatches) to run forward only."""
     pp, rank = dist.get_world_size(group), dist.get_rank(group)
     models = {s: build(pattern, tied, Stage(s, pp * vpp)) for s in range(rank, pp * vpp, pp)}
     executor = Executor(models, mesh(Layout(pp=pp, vpp=vpp)))
@@ -120,13 +120,13 @@ def test_a_pipeline_equals_one_rank(ranks, pp: int, vpp: int, pattern: str, coun
     assert_same(outputs, *one_rank(pattern, tied, microbatches))
 
 
-def test_lengths_may_change_and_looking_in_between_changes_nothing(ranks) -> None:
+def test_lengths_may_change_and_forward_only_runs_change_nothing(ranks) -> None:
     first, second = batch(10), batch(5, seed=3)
     outputs = ranks(2, pipeline, 2, "[*-]{4}", True, [first, ("look", second), second, ("look", first)])
     assert_same(outputs, *one_rank("[*-]{4}", True, first, second))
 
 
-def test_empty_microbatches_weigh_nothing(ranks) -> None:
+def test_empty_microbatches_have_zero_weight(ranks) -> None:
     microbatches = batch(2, multiple_of=4)
     assert any(len(microbatch) == 0 for microbatch in microbatches)
     outputs = ranks(2, pipeline, 1, "[*-]{4}", False, [microbatches])
@@ -136,22 +136,22 @@ def test_empty_microbatches_weigh_nothing(ranks) -> None:
     assert_same(outputs, expected, gradients)
 
 
-def test_side_losses_arise_on_every_stage(ranks) -> None:
-    """The router's balance loss reaches no objective, and is the same however the layers are spread."""
+def test_auxiliary_losses_of_every_stage_are_added(ranks) -> None:
+    """The router's balance loss bypasses the objective, and is the same for any split into stages."""
     microbatches = pack([torch.arange(n) * 3 % 256 for n in LENGTHS], budget=20)
     outputs = ranks(4, pipeline, 1, "tiny-moe", False, [microbatches])
     assert_same(outputs, *one_rank("tiny-moe", False, microbatches))
 
 
-def test_nothing_to_do(ranks) -> None:
+def test_empty_list_of_microbatches(ranks) -> None:
     outputs = ranks(2, pipeline, 1, "[*-]{2}", False, [[]])
     assert outputs == [([], {}), ([], {})]
 
 
-def looking(
+def run_forward_only(
     group: dist.ProcessGroup, vpp: int, microbatches: list[Microbatch], seconds: float
 ) -> tuple[list[str], int]:
-    """One rank runs forward only, with a slow last stage: what it did in which order, and the most it had not sent."""
+    """Runs one rank forward only, with a slow last stage. Returns its events and the most unsent activations."""
     pp, rank = dist.get_world_size(group), dist.get_rank(group)
     models = {s: build("[*-]{4}", False, Stage(s, pp * vpp)) for s in range(rank, pp * vpp, pp)}
     executor = Executor(models, mesh(Layout(pp=pp, vpp=vpp)))
@@ -176,22 +176,22 @@ def looking(
 
 
 @pytest.mark.parametrize("vpp", [1, 2])
-def test_a_slow_last_stage_holds_up_the_first(ranks, vpp: int) -> None:
-    """Forward only, no backward keeps the first stage from leaving 24 activations on its way."""
+def test_slow_last_stage_limits_activations_in_flight(ranks, vpp: int) -> None:
+    """Forward only, no backward would keep the first stage from queueing 24 activations."""
     microbatches = pack([torch.arange(4)] * 24, budget=4)
-    (_, unsent), _ = ranks(2, looking, vpp, microbatches, 0.02)
+    (_, unsent), _ = ranks(2, run_forward_only, vpp, microbatches, 0.02)
     assert unsent <= MAX_PENDING_SENDS
 
 
 def test_a_receive_is_launched_one_entry_before_it_is_needed(ranks) -> None:
     microbatches = pack([torch.arange(4)] * 3, budget=4)
-    (first, _), (last, _) = ranks(2, looking, 1, microbatches, 0.0)
+    (first, _), (last, _) = ranks(2, run_forward_only, 1, microbatches, 0.0)
     assert first == ["run"] * 3
     assert last == ["receive", "receive", "run", "receive", "run", "run"]
 
 
 def used_channels(group: dist.ProcessGroup, layout: Layout) -> list[tuple[str, int]]:
-    """The channels over which something was sent while they were made."""
+    """Returns the channels that were used while they were created."""
     used: list[tuple[Any, dist.ProcessGroup]] = []
     launch = postlude.world.mesh.point_to_point
 
@@ -213,7 +213,7 @@ def used_channels(group: dist.ProcessGroup, layout: Layout) -> list[tuple[str, i
         (Layout(pp=2, vpp=2), [[("F", 0), ("B", 0)], [("B", 1), ("F", 1)]]),
     ],
 )
-def test_every_channel_is_used_when_it_is_made(ranks, layout: Layout, sent: list[list[tuple[str, int]]]) -> None:
+def test_every_channel_is_used_at_creation(ranks, layout: Layout, sent: list[list[tuple[str, int]]]) -> None:
     assert ranks(2, used_channels, layout) == sent
 
 

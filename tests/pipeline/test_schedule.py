@@ -1,4 +1,4 @@
-"""Schedules: every action once, no deadlock, and the time and memory of the docstrings' formulas."""
+"""Schedules: every action once, no deadlock, and the time and memory of the documented formulas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ small_shapes = pytest.mark.parametrize(("pp", "vpp"), tuple(product(range(2, 6),
 
 
 def counts(pp: int) -> list[int]:
-    """Numbers of microbatches: every one up to 20, or for a long pipeline those around its multiples."""
+    """Returns numbers of microbatches: all up to 20, or for a long pipeline those around its multiples."""
     return [count for count in range(21) if pp <= 4 or count < 2 or (count + 1) % pp < 3]
 
 
@@ -36,12 +36,12 @@ def orders(pp: int, vpp: int, microbatches: int, *, forward_only: bool = False) 
 
 @cache
 def timeline(pp: int, vpp: int, microbatches: int) -> SimulatedTimeline:
-    """A forward takes 1 and a backward 2."""
+    """Times a schedule with a forward of 1 and a backward of 2."""
     return simulate(orders(pp, vpp, microbatches), pp=pp, vpp=vpp)
 
 
 def slots(pp: int, vpp: int, microbatches: int) -> int:
-    """The theory of the makespan, in forwards and backwards of one stage.
+    """Returns the theoretical makespan, in forwards and backwards of one stage.
 
     The last rank runs vpp·microbatches of each and never idles in between, after pp - 1 forwards have come down to it
     and before pp - 1 backwards go up from it. Below pp microbatches a chunk has to wait until the first is round.
@@ -57,19 +57,19 @@ def written(actions: tuple[Action, ...]) -> str:
     return " ".join(map(str, actions))
 
 
-def test_1f1b_as_the_paper_draws_it() -> None:
+def test_1f1b_equals_the_papers_figure() -> None:
     first, last = orders(2, 1, 3)
     assert written(first) == "F0@0 F1@0 B0@0 F2@0 B1@0 B2@0"
     assert written(last) == "F0@1 B0@1 F1@1 B1@1 F2@1 B2@1"
 
 
-def test_interleaved_1f1b_as_the_paper_draws_it() -> None:
+def test_interleaved_1f1b_equals_the_papers_figure() -> None:
     first, last = orders(2, 2, 4)
     assert written(first) == "F0@0 F1@0 F0@2 F1@2 F2@0 B0@2 F3@0 B1@2 F2@2 B0@0 F3@2 B1@0 B2@2 B3@2 B2@0 B3@0"
     assert written(last) == "F0@1 F1@1 F0@3 B0@3 F1@3 B1@3 F2@1 B0@1 F3@1 B1@1 F2@3 B2@3 F3@3 B3@3 B2@1 B3@1"
 
 
-def test_one_rank_takes_turns() -> None:
+def test_one_rank_alternates_forward_and_backward() -> None:
     assert written(orders(1, 1, 3)[0]) == "F0@0 B0@0 F1@0 B1@0 F2@0 B2@0"
 
 
@@ -78,7 +78,7 @@ def test_a_remainder_is_spread_over_the_groups() -> None:
     assert written(forwards) == "F0@0 F1@0 F2@0 F0@2 F1@2 F2@2 F3@0 F4@0 F3@2 F4@2"
 
 
-def test_an_order_is_a_value() -> None:
+def test_schedules_are_hashable_values() -> None:
     options = {"pp": 3, "vpp": 2, "microbatches": 7, "rank": 1}
     assert one_f_one_b(**options) == one_f_one_b(**options)
     assert {one_f_one_b(**options)} == {one_f_one_b(**options)}
@@ -97,12 +97,12 @@ def test_every_action_once_on_its_rank_and_every_forward_before_its_backward(pp:
 
 
 def bubble(simulated: SimulatedTimeline) -> float:
-    """Idle time over busy time, of all ranks together."""
+    """Returns idle time over busy time, of all ranks together."""
     return simulated.makespan * len(simulated.schedule) / sum(simulated.busy) - 1
 
 
 @every_shape
-def test_makespan_and_bubble_as_theory_says(pp: int, vpp: int) -> None:
+def test_makespan_and_bubble_equal_theory(pp: int, vpp: int) -> None:
     for microbatches in counts(pp):
         equal = simulate(orders(pp, vpp, microbatches), pp=pp, vpp=vpp, forward_time=1, backward_time=1)
         assert equal.makespan == 2 * slots(pp, vpp, microbatches)
@@ -122,7 +122,7 @@ def test_interleaving_the_same_work_shrinks_the_bubble(pp: int, vpp: int) -> Non
 
 
 @every_shape
-def test_peak_in_flight_as_theory_says(pp: int, vpp: int) -> None:
+def test_peak_in_flight_equals_theory(pp: int, vpp: int) -> None:
     for microbatches, rank in product(counts(pp), range(pp)):
         interleaved = 2 * (pp - rank - 1) + (vpp - 1) * largest_group(pp, microbatches) + 1
         plain = timeline(pp, vpp, microbatches).peak_in_flight[rank]
@@ -130,8 +130,8 @@ def test_peak_in_flight_as_theory_says(pp: int, vpp: int) -> None:
 
 
 @pytest.mark.parametrize(("pp", "vpp"), tuple(product(range(1, 9), range(2, 5))))
-def test_transfers_hide_behind_an_interleaved_steady_state(pp: int, vpp: int) -> None:
-    """They cost each boundary once down and once up, however many microbatches; larger groups hide some of that too."""
+def test_transfers_are_hidden_in_the_interleaved_steady_state(pp: int, vpp: int) -> None:
+    """They cost each boundary once per direction for any number of microbatches; larger groups hide some of it."""
     boundaries = pp * vpp - 1 if pp > 1 else 0
     for microbatches in range(2 * pp, 21, max(1, pp // 2)):
         lists = orders(pp, vpp, microbatches)
@@ -163,7 +163,7 @@ def channels(lists: Orders, pp: int, vpp: int, *, by_kind: bool):
 
 
 @every_shape
-def test_each_channel_is_first_in_first_out(pp: int, vpp: int) -> None:
+def test_each_channel_is_fifo(pp: int, vpp: int) -> None:
     for microbatches in counts(pp):
         sent, received = channels(orders(pp, vpp, microbatches), pp, vpp, by_kind=True)
         assert sent == received
@@ -179,7 +179,7 @@ def test_activations_and_gradients_could_share_a_channel_unless_two_ranks_interl
 
 
 def torch_orders(pp: int, vpp: int, microbatches: int) -> Orders:
-    """The orders that torch's own schedule class plans, from stages that are only numbers."""
+    """Returns the orders of torch's own schedule class, for stages that are only numbers."""
     stages = [
         SimpleNamespace(
             group_size=pp, group_rank=0, num_stages=pp * vpp, stage_index=chunk * pp, is_first=chunk == 0,
@@ -212,7 +212,7 @@ def test_dependencies_cross_the_stages() -> None:
 
 
 def test_a_smaller_last_group_deadlocks() -> None:
-    """Why groups are even: the textbook order with a remainder of its own stops at pp = 4, vpp = 3, 5 microbatches."""
+    """Why groups are even: the textbook order with a remainder deadlocks at pp = 4, vpp = 3, 5 microbatches."""
     groups = [range(4), range(4, 5)]
     lists = []
     for rank in range(4):
@@ -228,7 +228,7 @@ def test_a_smaller_last_group_deadlocks() -> None:
 
 
 @given(st.data(), st.integers(2, 4), st.integers(1, 3), st.integers(1, 6))
-def test_a_schedule_out_of_order_is_found_or_keeps_its_dependencies(data, pp, vpp, microbatches) -> None:
+def test_reordered_schedule_is_refused_or_keeps_its_dependencies(data, pp, vpp, microbatches) -> None:
     lists = [list(actions) for actions in orders(pp, vpp, microbatches)]
     rank = data.draw(st.integers(0, pp - 1))
     lists[rank] = data.draw(st.permutations(lists[rank]))
@@ -254,7 +254,7 @@ SHAPE = {"pp": 2, "vpp": 2, "microbatches": 4, "rank": 0}
         ({"microbatches": -3}, "microbatches=-3 must be at least 0"),
     ],
 )
-def test_impossible_orders_are_refused(change: dict[str, int], sentence: str) -> None:
+def test_invalid_orders_are_refused(change: dict[str, int], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         one_f_one_b(**SHAPE | change)
 
@@ -286,7 +286,7 @@ def test_overlapped_turns_of_one_rank_and_of_two() -> None:
 
 
 @every_shape
-def test_overlapped_turns_take_as_long_and_hold_as_much_as_they_say(pp: int, vpp: int) -> None:
+def test_overlapped_turns_have_the_documented_time_and_memory(pp: int, vpp: int) -> None:
     for microbatches in counts(pp):
         schedules = overlapped(pp, vpp, microbatches)
         for rank in range(pp):
@@ -308,12 +308,12 @@ def test_without_overlap_a_turn_is_an_action(pp: int, vpp: int) -> None:
         assert all(len(turn) == 1 for turn in rank_schedule(**options))
 
 
-def without_bubble(pp: int, microbatches: int) -> tuple[tuple[ScheduleEntry, ...], ...]:
+def zero_bubble_schedule(pp: int, microbatches: int) -> tuple[tuple[ScheduleEntry, ...], ...]:
     options = {"pp": pp, "vpp": 1, "microbatches": microbatches, "overlap": ZERO_BUBBLE}
     return tuple(rank_schedule(rank=rank, **options) for rank in range(pp))
 
 
-def test_zero_bubble_as_the_paper_draws_it() -> None:
+def test_zero_bubble_equals_the_papers_figure() -> None:
     first, second = (zero_bubble(pp=2, microbatches=3, rank=rank) for rank in range(2))
     assert written(first) == "F0@0 F1@0 B0@0 W0@0 F2@0 B1@0 W1@0 B2@0 W2@0"
     assert written(second) == "F0@1 B0@1 F1@1 B1@1 W0@1 F2@1 B2@1 W1@1 W2@1"
@@ -322,7 +322,7 @@ def test_zero_bubble_as_the_paper_draws_it() -> None:
 @pytest.mark.parametrize("pp", range(2, 9))
 def test_zero_bubble_is_1f1b_with_deferred_wgrads(pp: int) -> None:
     for microbatches, rank in product(counts(pp), range(pp)):
-        actions = tuple(chain.from_iterable(without_bubble(pp, microbatches)[rank]))
+        actions = tuple(chain.from_iterable(zero_bubble_schedule(pp, microbatches)[rank]))
         assert tuple(action for action in actions if action.kind != "W") == orders(pp, 1, microbatches)[rank]
         wgrad_actions = [action for action in actions if action.kind == "W"]
         assert wgrad_actions == [Action("W", rank, microbatch) for microbatch in range(microbatches)]
@@ -330,10 +330,10 @@ def test_zero_bubble_is_1f1b_with_deferred_wgrads(pp: int) -> None:
 
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
 @pytest.mark.parametrize("times", [(1, 1, 1), (1, 2, 1), (2, 3, 1), (2, 2, 3)])
-def test_bubble_and_memory_of_zero_bubble_as_theory_says(pp: int, times: tuple[int, int, int]) -> None:
+def test_zero_bubble_time_and_memory_equal_theory(pp: int, times: tuple[int, int, int]) -> None:
     forward, backward, weights = times
     for microbatches in counts(pp):
-        schedule = without_bubble(pp, microbatches)
+        schedule = zero_bubble_schedule(pp, microbatches)
         actual = simulate_turns(schedule, pp=pp, vpp=1, times=dict(zip("FBW", times, strict=True)))
         plain = simulate(
             orders(pp, 1, microbatches), pp=pp, vpp=1, forward_time=forward, backward_time=backward + weights
@@ -348,7 +348,7 @@ def test_bubble_and_memory_of_zero_bubble_as_theory_says(pp: int, times: tuple[i
         assert peaks == [min(pp, microbatches)] * pp
 
 
-def test_zero_bubble_without_its_backwards_is_the_plain_order() -> None:
+def test_forward_only_zero_bubble_is_the_plain_order() -> None:
     options = {"pp": 4, "vpp": 2, "microbatches": 5, "rank": 1, "forward_only": True}
     assert rank_schedule(overlap=ZERO_BUBBLE, **options) == rank_schedule(**options)
 
@@ -361,6 +361,6 @@ def test_zero_bubble_without_its_backwards_is_the_plain_order() -> None:
         ("zb", {"pp": 2, "vpp": 1}, "overlap='zb' is unknown; use True, False or 'zero_bubble'"),
     ],
 )
-def test_an_impossible_schedule_is_refused(overlap, shape: dict[str, int], sentence: str) -> None:
+def test_invalid_schedule_is_refused(overlap, shape: dict[str, int], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         check_overlap(overlap, **shape)

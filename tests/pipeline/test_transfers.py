@@ -1,4 +1,4 @@
-"""Transfers do not deadlock even if every launch waits for the other rank; all ranks follow one order."""
+"""Transfers do not deadlock even if every launch blocks until the other rank's; all ranks follow one order."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def schedule(shape: dict[str, Any], microbatches: int) -> list[tuple[ScheduleEnt
 
 
 def needed(turn: ScheduleEntry, stages: int) -> set[Action]:
-    """Returns the outputs of other stages that an entry starts from."""
+    """Returns the outputs of other stages that an entry needs."""
     before = {Action(a.kind, a.stage + (-1 if a.kind == "F" else 1), a.microbatch) for a in turn if a.kind != "W"}
     return {action for action in before if 0 <= action.stage < stages}
 
 
 def finishes(plan: Sequence[RankTransfers]) -> bool:
-    """Whether all ranks come to an end where each launch waits until the other rank has launched the same transfer."""
+    """Returns whether all ranks finish if each launch blocks until the other rank launched the same transfer."""
     queues = [[transfer for launched in rank for transfer in launched] for rank in plan]
     positions = [0] * len(queues)
     progress = True
@@ -52,13 +52,13 @@ def finishes(plan: Sequence[RankTransfers]) -> bool:
 
 
 @every_shape
-def test_transfers_that_block_finish(shape: dict[str, Any]) -> None:
+def test_blocking_transfers_do_not_deadlock(shape: dict[str, Any]) -> None:
     for microbatches in COUNTS:
         assert finishes(transfer_plan(microbatches=microbatches, **shape))
 
 
-def test_receives_that_are_all_a_turn_ahead_do_not() -> None:
-    """Each rank waits for the receive that it launched for its next turn; what it would send comes after that turn."""
+def test_receives_launched_one_turn_ahead_would_deadlock() -> None:
+    """Each rank would wait for the receive of its next turn, while its send comes after that turn."""
     shape = {"pp": 2, "vpp": 1, "forward_only": False, "overlap": False}
     plan = []
     for rank, entries in enumerate(schedule(shape, 4)):
@@ -96,7 +96,7 @@ def test_every_payload_is_sent_after_its_action_and_received_before_it_is_needed
 
 
 @every_shape
-def test_each_channel_is_first_in_first_out(shape: dict[str, Any]) -> None:
+def test_each_channel_is_fifo(shape: dict[str, Any]) -> None:
     for microbatches in COUNTS:
         ends: dict[tuple[str, int, int, bool], list[Action]] = defaultdict(list)
         for rank, launched in enumerate(transfer_plan(microbatches=microbatches, **shape)):
@@ -107,8 +107,8 @@ def test_each_channel_is_first_in_first_out(shape: dict[str, Any]) -> None:
 
 
 @every_shape
-def test_few_receives_wait_for_their_turn(shape: dict[str, Any]) -> None:
-    """Of plain 1F1B, one for this turn and one for the next; interleaved ranks hold up to two for each other rank."""
+def test_few_receives_are_pending_at_a_time(shape: dict[str, Any]) -> None:
+    """In plain 1F1B one for this turn and one for the next; interleaved ranks have up to two per other rank."""
     bound = 2 * shape["pp"] if shape["vpp"] > 1 else 4
     for microbatches in COUNTS:
         for rank, launched in enumerate(transfer_plan(microbatches=microbatches, **shape)):
@@ -138,7 +138,7 @@ def test_1f1b_of_two_ranks() -> None:
     )
 
 
-def test_an_order_that_cannot_run_is_refused() -> None:
+def test_order_that_deadlocks_is_refused() -> None:
     stuck: list[tuple[ScheduleEntry, ...]] = [((Action("B", 0, 0),), (Action("F", 0, 0),)), ((Action("F", 1, 0),),)]
     with pytest.raises(ValueError, match="rank 0 for B0@1, rank 1 for F0@0 wait for actions that come later"):
         plan_transfers(stuck, vpp=1)

@@ -1,4 +1,4 @@
-"""The planner's arithmetic against cases that can be worked out by hand, and its command."""
+"""The planner's arithmetic in cases that can be computed by hand, and its command."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_equal_stages_take_the_theoretical_time(pp: int, vpp: int) -> None:
     assert step.exposed == step.exchange == step.waited == 0
 
 
-def test_overlap_exposes_only_the_ends() -> None:
+def test_overlap_exposes_only_first_and_last_exchange() -> None:
     def cost(action: Action) -> ActionCost:
         return ActionCost(2.0, exchange=1.0) if action.kind == "F" else ActionCost(4.0, exchange=1.0)
 
@@ -63,7 +63,7 @@ def test_overlap_exposes_only_the_ends() -> None:
 
 
 def test_zero_bubble_leaves_a_third_of_the_bubble() -> None:
-    """Where all three take as long: (pp - 1)(F + B - W) of (pp - 1)(F + B + W), for as many in flight."""
+    """Where all three take equally long: (pp - 1)(F + B - W) of (pp - 1)(F + B + W), with the same in-flight count."""
     layout, cost = Layout(pp=4), {"F": ActionCost(1.0), "B": ActionCost(1.0), "W": ActionCost(1.0)}
     plain = simulate_step(layout, lambda a: ActionCost(2.0) if a.kind == "B" else cost[a.kind], microbatches=8)
     filled = simulate_step(layout, lambda a: cost[a.kind], microbatches=8, overlap="zero_bubble")
@@ -73,7 +73,7 @@ def test_zero_bubble_leaves_a_third_of_the_bubble() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_backward_and_its_deferred_wgrads_take_as_long_as_one_backward(recompute: str) -> None:
+def test_backward_plus_deferred_wgrads_takes_as_long_as_one_backward(recompute: str) -> None:
     model = model_of("tiny-moe", "pp=2,dp_shard=2,ep=2", recompute=recompute)
     for stage in range(2):
         full, part, remainder = (
@@ -109,7 +109,7 @@ def test_a_zero_bubble_forecast_is_faster_and_counts_deferred_wgrads() -> None:
     assert {(candidate.model.layout.pp > 1, candidate.model.layout.vpp) for candidate in result.best} == {(True, 1)}
 
 
-def test_links_inside_a_node_and_between() -> None:
+def test_link_bandwidth_within_and_between_nodes() -> None:
     assert ROUND.ring_rate(8, 1) == 100
     assert ROUND.ring_rate(16, 1) == 80  # eight links to the other node
     assert ROUND.ring_rate(2, 8) == 10
@@ -119,7 +119,7 @@ def test_links_inside_a_node_and_between() -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-hybrid"])
-def test_compute_is_the_models_flops_however_it_is_divided(name: str) -> None:
+def test_total_flops_do_not_depend_on_the_layout(name: str) -> None:
     full_compute = sum(work.compute for work in model_of(name).costs.values())
     for layout in ("tp=2", "cp=2", "pp=2,vpp=2"):
         parts = model_of(name, layout)
@@ -144,13 +144,13 @@ def test_longer_sequences_add_only_the_cost_of_attention() -> None:
     assert window.attention_flops(1e6) == window.attention_flops(1e5)
 
 
-def test_only_experts_that_are_elsewhere_are_exchanged_with() -> None:
+def test_only_tokens_for_remote_experts_are_exchanged() -> None:
     assert all(work.exchange == 0 for work in model_of("tiny-moe", "dp_shard=2").costs.values())
     works = model_of("tiny-moe", "dp_shard=2,ep=2").costs
     assert works["F", 0].exchange == works["B", 0].exchange > 0
 
 
-def test_weights_are_waited_for_where_compute_does_not_hide_them() -> None:
+def test_weight_gathers_are_exposed_where_compute_does_not_hide_them() -> None:
     slow = Hardware(flops=1e12, memory=1e9, memory_bandwidth=1e12, intra_node=1e6, inter_node=1e6)
     assert model_of("tiny-dense", "dp_shard=2", hardware=slow).costs["F", 0].waited > 0
     pipeline = model_of("tiny-dense", "pp=2,dp_shard=2", hardware=slow)
@@ -160,7 +160,7 @@ def test_weights_are_waited_for_where_compute_does_not_hide_them() -> None:
     assert pipeline(Action("B", 1, 6)).waited == 0
 
 
-def test_a_found_layout_is_what_its_forecast_says_and_fits() -> None:
+def test_layout_found_by_search_has_its_forecast_and_fits() -> None:
     start = model_of("tiny-moe", budget=4096, length=4096)
     result = search(start, 8, 64 * 4096)
     assert result.best
@@ -175,15 +175,15 @@ def test_a_found_layout_is_what_its_forecast_says_and_fits() -> None:
 
 
 @pytest.fixture
-def large(tmp_path: Path) -> Path:
-    """DeepSeek-V3's config.json, without a weight."""
+def deepseek_v3(tmp_path: Path) -> Path:
+    """DeepSeek-V3's config.json, without weights."""
     DeepseekV3Config().save_pretrained(tmp_path)
     return tmp_path / "config.json"
 
 
-def test_a_671b_model_is_planned_from_its_config_alone(large: Path, capsys) -> None:
+def test_671b_model_is_planned_from_its_config_only(deepseek_v3: Path, capsys) -> None:
     layout = "pp=16,vpp=2,ep=64"
-    arguments = ["plan", str(large), "--seq", "4096", "--recompute", "full", "--overlap"]
+    arguments = ["plan", str(deepseek_v3), "--seq", "4096", "--recompute", "full", "--overlap"]
     assert main([*arguments, "--layout", layout, "--gpus", "2048"]) == 0
     output = capsys.readouterr().out
     assert "671.03B parameters" in output
@@ -212,12 +212,12 @@ def test_a_671b_model_is_planned_from_its_config_alone(large: Path, capsys) -> N
         ("--budget 64", "--budget is 64, but a sequence has 128 tokens"),
     ],
 )
-def test_a_mistake_is_a_sentence(arguments: str, sentence: str, capsys) -> None:
+def test_invalid_arguments_give_clear_error(arguments: str, sentence: str, capsys) -> None:
     assert main(["plan", "tiny-dense", "--seq", "128", *arguments.split()]) == 2
     assert sentence in capsys.readouterr().err
 
 
-def test_a_machine_of_ones_own(tmp_path: Path) -> None:
+def test_custom_machine(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"like": "h100", "inter_node": 25e9}))
     assert load_hardware(str(path)).inter_node == 25e9

@@ -1,4 +1,4 @@
-"""The microbatches that the planner counts in flight are those that a running pipeline holds."""
+"""The planner's in-flight microbatch count equals that of a running pipeline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MICROBATCHES = 5
 
 
 def most_in_flight(group: Any, layout: str, overlap: Overlap) -> int:
-    """The most passes of a microbatch through a stage between the begin of its forward and the end of its backward."""
+    """Returns the most microbatch passes through a stage between the start of forward and the end of backward."""
     engine = Engine("tiny-dense", layout=Layout.parse(layout), budget=16, device="cpu", overlap=overlap)
     recording = Recording(dist.get_rank(), torch.device("cpu"))
     batch = Batch([list(range(16))] * MICROBATCHES)
@@ -38,6 +38,6 @@ def most_in_flight(group: Any, layout: str, overlap: Overlap) -> int:
 @pytest.mark.parametrize(
     ("layout", "overlap"), [("pp=2", False), ("pp=2", True), ("pp=2", "zero_bubble"), ("pp=2,vpp=2", False)]
 )
-def test_a_pipeline_holds_as_many_as_the_planner_counts(ranks: Ranks, layout: str, overlap: Overlap) -> None:
+def test_pipeline_in_flight_count_equals_the_planners(ranks: Ranks, layout: str, overlap: Overlap) -> None:
     schedule = schedule_of(Layout.parse(layout), MICROBATCHES, overlap=overlap)
     assert ranks(2, most_in_flight, layout, overlap) == [peak_held(turns, lambda _: 1) for turns in schedule]

@@ -1,4 +1,4 @@
-"""Parameter counts from one layer of each kind equal those of the whole model, and ranks together hold all of it."""
+"""Parameter counts from one layer of each kind equal those of the full model, and the ranks' sum is the model's."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def counted(config: ModelConfig, stage: Stage | None = None) -> int:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_model_is_counted_as_if_it_were_built(model: str) -> None:
+def test_counts_equal_those_of_the_built_model(model: str) -> None:
     assert total_parameters(config_of(model)) == counted(config_of(model))
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("repeated", [False, True])
-def test_depths_and_stages_are_counted_as_if_they_were_built(tied: bool, repeated: bool) -> None:
+def test_counts_of_depths_and_stages_equal_those_of_the_built_model(tied: bool, repeated: bool) -> None:
     config = replace(config_of("tiny-moe", "/[*E]/[*E]"), tied_head=tied, mtp_repeated=repeated)
     for index in range(4):
         stage = Stage(index, 4)
@@ -69,7 +69,7 @@ HOW = {"budget": 1024, "compute_bytes": 2, "moments": 2}
 
 
 @pytest.mark.parametrize("layout", ["pp=4", "pp=2,vpp=2"])
-def test_activations_are_those_of_the_microbatches_in_flight(layout: str) -> None:
+def test_activation_memory_scales_with_microbatches_in_flight(layout: str) -> None:
     config, parsed = config_of("tiny-dense"), Layout.parse(layout)
     single = [rank_memory.activations for rank_memory in estimate_memory(config, parsed, microbatches=1, **HOW)]
     plain = [rank_memory.activations for rank_memory in estimate_memory(config, parsed, microbatches=9, **HOW)]
@@ -108,7 +108,7 @@ def test_deferred_weight_gradients_are_held_until_computed() -> None:
 
 
 @pytest.mark.parametrize("repeated", [False, True])
-def test_a_stage_with_a_repeated_depth_puts_off_nothing(repeated: bool) -> None:
+def test_stage_with_a_repeated_depth_defers_no_wgrads(repeated: bool) -> None:
     config = replace(config_of("tiny-dense", "/[*-]/[*-]"), mtp_repeated=repeated)
     plain, filled = (
         estimate_memory(config, Layout(pp=2), overlap=overlap, **HOW)[1] for overlap in (False, "zero_bubble")
@@ -117,8 +117,8 @@ def test_a_stage_with_a_repeated_depth_puts_off_nothing(repeated: bool) -> None:
 
 
 @pytest.mark.parametrize("symbol", list("*SMG+-E"))
-def test_deferred_wgrads_are_those_that_blocks_declare(symbol: str) -> None:
-    """Within a tenth; heads of a few features leave more than their own."""
+def test_deferred_wgrad_memory_equals_what_blocks_declare(symbol: str) -> None:
+    """Within 10 %; heads of a few features leave more."""
     config = small_config(symbol, hidden_size=64)
     (microbatch,) = pack(sequences(40, 24, 64), budget=128)
     plan = LanguageModel(config).build_schedule_plan(microbatch, targets=True)
@@ -168,7 +168,7 @@ def test_recompute_lowers_the_estimated_memory() -> None:
         ("tiny-dense", LoRA(rank=3, targets=("attention", "embedding", "head"), ranks={"head": 5})),
     ],
 )
-def test_adapters_are_counted_as_if_they_were_built(layout: str, model: str, lora: LoRA) -> None:
+def test_adapter_counts_equal_those_of_the_built_model(layout: str, model: str, lora: LoRA) -> None:
     config, parsed = replace(config_of(model), tied_head=False), Layout.parse(layout)
     adapters = adapter_configs(lora, config, None)
     counts = count_parameters(config, parsed, adapters=adapters)
@@ -182,7 +182,7 @@ def test_adapters_are_counted_as_if_they_were_built(layout: str, model: str, lor
         assert counts.trained(stage).experts == sum(local[name].numel() for name in experts)
 
 
-def test_tensor_parallel_ranks_share_b_of_a_column_layer_and_a_of_a_row_layer() -> None:
+def test_tensor_parallel_shards_b_of_column_layers_and_a_of_row_layers() -> None:
     family, config = read_model("tiny-dense")
     hidden, heads = config.hidden_size, config.blocks["*"].heads * config.blocks["*"].head_dim
     for target, expected in (("q_proj", 3 * hidden + 3 * heads // 2), ("o_proj", 3 * heads // 2 + 3 * hidden)):
@@ -220,7 +220,7 @@ LARGEST = {16384: 13953, 8192: 8038}  # microbatches of those runs, by budget
 
 
 @pytest.mark.parametrize(("shape", "budget", "rank", "recompute", "peak_gib"), MEASURED)
-def test_memory_is_within_a_tenth_of_what_was_measured(
+def test_memory_estimate_is_within_10_percent_of_measurement(
     shape: str, budget: int, rank: int, recompute: Recompute, peak_gib: float
 ) -> None:
     layers, kind, sizes = SHAPES[shape]

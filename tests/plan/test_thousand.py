@@ -1,4 +1,4 @@
-"""The table of a thousand GPUs in docs/scale-out.md is what docs/thousand.py prints for the layouts that it names."""
+"""The thousand-GPU table in docs/scale-out.md equals the output of docs/thousand.py for its layouts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def thousand() -> ModuleType:
 
 
 def table() -> list[list[str]]:
-    """Its rows: a name, and a cell for each model."""
+    """Returns the table's rows: a name, and a cell for each model."""
     lines = (DOCS / "scale-out.md").read_text().partition("## A thousand GPUs on paper")[2].splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("| |"))
     last = next(number for number, line in enumerate(lines) if number > first and not line.startswith("|"))
@@ -38,8 +38,8 @@ def table() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("column", [1, 2, 3])
-def test_the_page_says_what_the_formulas_give(thousand: ModuleType, column: int) -> None:
-    """All but the search, which takes minutes: that these layouts are the fastest."""
+def test_table_in_docs_equals_the_formulas(thousand: ModuleType, column: int) -> None:
+    """Except for the search, which takes minutes: that these layouts are the fastest."""
     (_, *names), *written = table()
     by_name = {row[0]: row[column] for row in written}
     shape = next(shape for shape in thousand.SHAPES if shape.name == names[column - 1])

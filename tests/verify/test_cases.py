@@ -1,4 +1,4 @@
-"""The batches that layouts are compared on ask for what objectives do."""
+"""The batches of the layout comparison cover what objectives compute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from postlude.verify.cases import BUDGET, FRESH_RANGE, batches
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_some_ratios_are_clipped_and_some_are_not(seed: int) -> None:
-    """Of both advantages; and no ratio is so large that its rounding would be all that is compared."""
+    """For both signs of advantages, and without ratios so large that only their rounding is compared."""
     config = BUILTIN["tiny-dense"]()
     config.initializer_range = FRESH_RANGE
     model = load_model(config, seed=seed)

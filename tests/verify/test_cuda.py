@@ -1,4 +1,4 @@
-"""Layouts equal one rank with the CUDA kernels. Ranks may share a GPU, over gloo."""
+"""Layouts equal one rank with the CUDA kernels. Ranks may share a GPU over gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The proof can fail: a fault put into each axis on purpose is found, and without it the same case passes."""
+"""The comparison can fail: a fault injected into each axis is detected, and without it the same case passes."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ BALANCED = Qwen3MoeConfig(
 
 
 def one_sequence(self: context_module.ForwardContext) -> Tensor:
-    """As if all tokens of a microbatch were one sequence's."""
+    """Treats all tokens of a microbatch as one sequence."""
     return torch.zeros(len(self.microbatch) // self.mesh.tp.size, dtype=torch.int64)
 
 
@@ -205,7 +205,7 @@ QUICK = (
 
 @pytest.fixture(scope="module")
 def sound_cases() -> set[str]:
-    """The cases that passed without a fault."""
+    """The cases that pass without a fault."""
     return set()
 
 
@@ -219,7 +219,7 @@ def sound_cases() -> set[str]:
     ],
 )
 @pytest.mark.slow
-def test_a_fault_is_found(ranks: Any, fault: str, sound_cases: set[str]) -> None:
+def test_fault_is_detected(ranks: Any, fault: str, sound_cases: set[str]) -> None:
     layout, model, objective, _ = FAULTS[fault]
     case = Case(model, layout, objective, initializer_range=0.1)
     broken = ranks(layout.world_size, verify_with, case, fault)[0]

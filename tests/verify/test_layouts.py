@@ -40,7 +40,7 @@ def label(value: Any) -> str:
 
 
 def cases() -> list[Any]:
-    """Every layout with both models, the objectives in turn. Two ranks are quick; the rest takes minutes."""
+    """Every layout with both models, the objectives in turn. Two ranks are quick; the others take minutes."""
     parameters = []
     for place, layout in enumerate(GRID):
         for turn, model in enumerate(("tiny-moe",) if layout.ep > 1 else ("tiny-moe", "tiny-dense")):
@@ -67,7 +67,7 @@ def test_a_layout_equals_one_rank(ranks: Any, case: Case) -> None:
 
 
 def hybrids() -> list[Any]:
-    """Every kind of block and a depth that predicts ahead in every kind of layout, the objectives in turn."""
+    """Every kind of block and an MTP depth in every kind of layout, the objectives in turn."""
     layouts = ("tp=2", "cp=2", "pp=2", "dp_shard=2,ep=2", "dp_shard=2", "pp=2,vpp=2", "pp=2,cp=2", "tp=2,pp=2,cp=2")
     parameters = []
     for place, layout in enumerate(map(Layout.parse, layouts)):
@@ -183,7 +183,7 @@ def odd_models() -> list[Any]:
 
 @pytest.mark.parametrize(("layout", "family"), odd_models())
 def test_odd_models_equal_one_rank(ranks: Any, layout: Layout, family: str) -> None:
-    """Sizes that divide unevenly, fewer key heads than ranks, windows, norms over heads and over all of them."""
+    """Sizes that divide unevenly, fewer key heads than ranks, windows, and norms per head and over all heads."""
     report = check(ranks, Case(VARIANTS[family], layout, "gspo"))
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
 
@@ -208,7 +208,7 @@ def test_tied_and_untied_heads(ranks: Any, layout: Layout, tied: bool) -> None:
     ids=label,
 )
 @pytest.mark.slow
-def test_recomputing_changes_nothing(ranks: Any, layout: Layout, recompute: Any) -> None:
+def test_recompute_changes_no_result(ranks: Any, layout: Layout, recompute: Any) -> None:
     report = check(ranks, Case(config("tiny-moe", num_hidden_layers=2), layout, "grpo", recompute))
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
 
@@ -232,22 +232,22 @@ def test_overlapped_layouts_equal_one_rank(ranks: Any, model: str, layout: str) 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("model", "layout"), [("tiny-moe", "pp=4"), ("tiny-hybrid", "tp=2,pp=2,cp=2,ep=2")])
-def test_layouts_that_put_off_weights_equal_one_rank(ranks: Any, model: str, layout: str) -> None:
+def test_layouts_with_deferred_wgrads_equal_one_rank(ranks: Any, model: str, layout: str) -> None:
     report = check(ranks, Case(model, Layout.parse(layout), "grpo", overlap="zero_bubble", initializer_range=0.1))
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
 
 
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(cp=2), Layout(tp=2, ep=2)], ids=label)
-def test_side_losses_equal_those_of_one_rank_however_it_packs(ranks: Any, layout: Layout) -> None:
-    """Balance and z losses that give most of the router's gradient, in an MTP depth too."""
+def test_auxiliary_losses_equal_one_rank_for_any_packing(ranks: Any, layout: Layout) -> None:
+    """Balance and z losses that dominate the router's gradient, in an MTP depth too."""
     experts = MoEConfig(experts=6, top_k=2, intermediate_size=12, balance_coefficient=0.5, z_coefficient=0.1)
     report = check(ranks, Case(small_config("[*E]{2}/[*E]", blocks={"E": experts}), layout, "sft"))
     assert report.passes(), (report.loss, report.worst)
 
 
 @pytest.mark.slow
-def test_in_bf16_layout_and_one_rank_have_the_same_experts(ranks: Any) -> None:
-    """Routers that chose would send a few tokens to others, and what is compared would be another function."""
+def test_bf16_layout_equals_one_rank_with_replayed_routing(ranks: Any) -> None:
+    """Without replay, rounding would send a few tokens to other experts."""
     case = Case("tiny-moe", Layout(tp=2), compute_dtype=torch.bfloat16, initializer_range=0.1)
     report = ranks(2, verify, case)[0]
     loads = {name: off for name, off in report.layer_metrics.items() if name.endswith("/load")}

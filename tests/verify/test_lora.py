@@ -1,4 +1,4 @@
-"""LoRA: every layout has one rank's loss, log-probs and adapter gradients, and one rank those of peft's model."""
+"""LoRA: every layout has one rank's loss, log-probs and adapter gradients, and one rank has those of peft."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODELS = {
 
 
 def with_four_layers(config: PretrainedConfig) -> PretrainedConfig:
-    """Returns it with a layer for each of four stages; Nemotron-H has four."""
+    """Returns the config with one layer for each of four stages; Nemotron-H has four already."""
     deeper = copy.deepcopy(config)
     if config.num_hidden_layers == 2:
         deeper.num_hidden_layers = 4
@@ -43,7 +43,7 @@ def with_four_layers(config: PretrainedConfig) -> PretrainedConfig:
 
 @dataclass(frozen=True)
 class Run:
-    """A layout with its options, and the families of `make test`; the others are thorough."""
+    """A layout with its options, and the families for `make test`; the others are thorough."""
 
     layout: str
     families: tuple[str, ...]
@@ -54,7 +54,7 @@ class Run:
     dtype: torch.dtype = torch.float32
 
     def case(self, family: str) -> Case:
-        """The comparison of one family."""
+        """Returns the comparison of one family."""
         layout = Layout.parse(self.layout)
         return Case(
             MODELS[family] if layout.vpp == 1 else with_four_layers(MODELS[family]),
@@ -68,8 +68,8 @@ class Run:
         )
 
     @property
-    def fitting(self) -> list[str]:
-        """The families that the layout divides; one without experts has none to spread."""
+    def fitting_families(self) -> list[str]:
+        """Returns the families that the layout divides; expert parallelism needs experts."""
         layout = Layout.parse(self.layout)
         return [name for name in MODELS if layout.ep == 1 or name not in ("llama", "qwen3")]
 
@@ -94,7 +94,7 @@ def verify_all(group: Any, cases: list[Case]) -> list[Report | None]:
 def runs() -> list[Any]:
     parameters = []
     for run in RUNS:
-        remaining = replace(run, families=tuple(name for name in run.fitting if name not in run.families))
+        remaining = replace(run, families=tuple(name for name in run.fitting_families if name not in run.families))
         parameters.append(pytest.param(run, id=f"{run.layout}-{'-'.join(run.families)}", marks=pytest.mark.slow))
         parameters.append(
             pytest.param(remaining, id=f"{run.layout}-{'-'.join(remaining.families)}", marks=pytest.mark.thorough)
@@ -114,7 +114,7 @@ def test_adapters_in_a_layout_equal_those_of_one_rank(ranks: Ranks, run: Run) ->
 def test_each_family_is_tested_in_three_layouts_and_each_layout_with_three_families() -> None:
     assert min(sum(family in run.families for run in RUNS) for family in MODELS) >= 3
     assert min(len(set(run.families)) for run in RUNS) >= 3
-    assert all(set(run.families) <= set(run.fitting) for run in RUNS)
+    assert all(set(run.families) <= set(run.fitting_families) for run in RUNS)
 
 
 @pytest.mark.parametrize("lora", [SHARED, PER_EXPERT], ids=["shared_outer", "per_expert"])
