@@ -172,6 +172,33 @@ def test_a_line_that_does_not_fit_on_the_disk_is_not_there(tmp_path: Path) -> No
     assert [line["loss"] for line in read_metrics(tmp_path)] == [1.0, 0.5]
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_deleted_file_of_a_live_run_is_an_error(tmp_path: Path, name: str, replaced: bool) -> None:
+    def write(step: int) -> None:
+        run.log(step, {"loss": 1.0}, phase="sft")
+        run.log_samples(step, [Sample("prompt", "completion")])
+
+    with open_run(tmp_path, CONFIG) as run:
+        write(1)
+        (tmp_path / name).unlink()
+        if replaced:
+            (tmp_path / name).write_text("")
+        with pytest.raises(
+            FileNotFoundError, match=rf"{name} was deleted, moved or replaced while the run was writing"
+        ):
+            write(2)
+
+
+def test_a_live_run_without_its_directory_is_an_error(tmp_path: Path) -> None:
+    with open_run(tmp_path / "run", CONFIG) as run:
+        run.log(1, {"loss": 1.0}, phase="sft")
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(FileNotFoundError, match="was deleted, moved or replaced"):
+            run.log(2, {"loss": 1.0}, phase="sft")
+    assert not (tmp_path / "run").exists()
+
+
 def test_each_line_is_on_its_way_at_once(tmp_path: Path) -> None:
     run = open_run(tmp_path, CONFIG)
     for step in (1, 2, 3):

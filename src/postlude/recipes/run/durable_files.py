@@ -22,17 +22,22 @@ class JSONLinesFile:
         self._file: FileIO | None = None
 
     def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Appends lines in one write."""
+        """Appends lines in one write. Raises FileNotFoundError if the file was deleted or replaced since the last."""
         if self._file is None:
             self._cut_torn_line()
             self._file = self.path.open("ab", buffering=0)
         text = "".join(json.dumps(_to_file(line), ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
         content = text.encode(errors="backslashreplace")  # half a surrogate pair must not end the run
-        before = os.fstat(self._file.fileno()).st_size
+        before = os.fstat(self._file.fileno())
+        if not self.path.exists() or not os.path.samestat(before, self.path.stat()):
+            raise FileNotFoundError(
+                f"{self.path} was deleted, moved or replaced while the run was writing it, so what follows would be "
+                "lost. Put it back to resume, or start in another directory (--run)."
+            )
         try:
             _write_all(self._file, content)
         except OSError as error:
-            self._file.truncate(before)  # leaves no partial line, even on a full disk
+            self._file.truncate(before.st_size)  # leaves no partial line, even on a full disk
             raise OSError(f"{self.path} cannot be written: {error.strerror}") from error
 
     def read(self) -> list[dict[str, Any]]:
