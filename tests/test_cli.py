@@ -214,6 +214,7 @@ def test_a_pattern_or_a_description_that_is_none_is_a_sentence(
         (["waltz"], "'waltz' is not a command; there are info, convert, "),
         (["inf", "tiny-dense"], "'inf' is not a command; did you mean info? See `postlude --help`."),
         (["info", "tiny-dens"], "Did you mean tiny-dense?"),
+        (["info", "models/Qwen3-8B"], "ORG/NAME on the Hugging Face Hub. The directory models does not exist."),
         (["info", "Qwen/Qwen3-0.6B"], "HF_HUB_OFFLINE is set. Run `hf download Qwen/Qwen3-0.6B` where the Hub can be"),
         (["logprobs", "tiny-dense", "--text", "h\udcff"], "the text is not UTF-8 at character 1"),
         (["serve", "tiny-dense", "--threads", "0"], "argument --threads: '0' is not a whole number of at least 1."),

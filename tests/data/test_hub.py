@@ -143,7 +143,7 @@ def test_path_is_never_treated_as_a_hub_name(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
     assert hub_repo("org/name", "model") is None, "org is a directory, so its missing file is a mistake in a path"
-    for path in ("name", "a/b/c", "/a/b", "../a", "a/b@"):
+    for path in ("name", "a/b/c", "/a/b", "./a", "../a", "~/a", "a/b@", "models/Qwen3-8B", "datasets/rows"):
         assert hub_repo(path, "model") is None
     repo = hub_repo("other/name.v2@refs/pr/1", "model")
     assert repo is not None

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 HUB_NAME = re.compile(r"(?P<id>[\w-][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+NO_OWNERS = ("datasets", "docs", "models", "spaces")  # pages of the Hub, so that no owner has such a name
 FIRST_FILES = ["README.md", "config.json"]  # small; a download of them also records the commit of the revision
 
 
@@ -116,7 +117,7 @@ class HubRepo:
     def _sentence(self, reason: str) -> str:
         kind = " --repo-type dataset" if self.kind == "dataset" else ""
         return (
-            f"{self.kind} {self.id} is no path here, is not complete in the cache {_cache()}, and cannot be "
+            f"{self.kind} {self.id} is no directory here, is not complete in the cache {_cache()}, and cannot be "
             f"downloaded: {reason}. Run `hf download {self.id}{kind}` where the Hub can be reached, with HF_HOME on a "
             "disk that this machine reads; or give a path."
         )
@@ -149,11 +150,11 @@ class HubRepo:
 def hub_repo(name: str | os.PathLike[str], kind: Literal["model", "dataset"]) -> HubRepo | None:
     """Returns the repository that ORG/NAME or ORG/NAME@REVISION names; None if it is a path.
 
-    Text is a path if it exists, or if the directory ORG does.
+    Text is a path if it exists, if the directory ORG does, or if the Hub cannot have an owner ORG, such as models.
     """
     text = os.fspath(name)
     match = HUB_NAME.fullmatch(text)
-    if match is None or Path(text).exists() or Path(text).parent.is_dir():
+    if match is None or Path(text).exists() or Path(text).parent.is_dir() or text.split("/")[0] in NO_OWNERS:
         return None
     revision = match["revision"]
     return HubRepo(match["id"], kind) if revision is None else HubRepo(match["id"], kind, revision)

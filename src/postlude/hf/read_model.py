@@ -220,6 +220,8 @@ def resolve_path(source: str | os.PathLike[str], *, weights: bool = False) -> Pa
         return _download(repo, weights=weights)
     near = difflib.get_close_matches(str(source), [*BUILTIN, *PACKAGED], 1)
     fix = f" Did you mean {near[0]}?" if near else ""
+    if not fix and len(path.parts) > 1:
+        fix = f" The directory {[part for part in (path, *path.parents) if not part.exists()][-1]} does not exist."
     raise FileNotFoundError(
         f"{str(source)!r} is neither a model directory, nor a GGUF file, nor {built_in}, nor ORG/NAME on the "
         f"Hugging Face Hub.{fix}"
