@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import io
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, redirect_stderr
 from itertools import pairwise
 from pathlib import Path
 
@@ -74,8 +75,16 @@ def hf_model(gguf: Path):
 
 
 @pytest.fixture(scope="module")
-def model(gguf: Path):
-    return load_model(gguf, dtype=torch.float32).eval()
+def model_and_log(gguf: Path):
+    """Returns the model, and what loading it wrote to stderr, which is no terminal."""
+    with redirect_stderr(io.StringIO()) as log:
+        model = load_model(gguf, dtype=torch.float32).eval()
+    return model, log.getvalue()
+
+
+@pytest.fixture(scope="module")
+def model(model_and_log):
+    return model_and_log[0]
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +95,10 @@ def tokenizer(gguf: Path):
 def encode_question(tokenizer, question: str) -> list[int]:
     chat = [{"role": "user", "content": question}]
     return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+def test_loading_writes_no_progress_bars_into_a_log(model_and_log) -> None:
+    assert model_and_log[1] == ""
 
 
 @torch.no_grad()

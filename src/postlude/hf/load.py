@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -316,8 +319,29 @@ def _tensors(source: PlainSource, family: Family | None, config: ModelConfig) ->
     if importlib.util.find_spec("accelerate") is None:
         raise ImportError(GGUF_NEEDS)
     assert family is not None  # a GGUF file says which
-    module = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, config=hf_config(config))
+    with _progress_bars_only_on_a_terminal():
+        module = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, config=hf_config(config))
     return ModuleSource(module, family, expected_tensors(config, family))
+
+
+@contextmanager
+def _progress_bars_only_on_a_terminal() -> Iterator[None]:
+    """Turns the progress bars of transformers off while stderr is no terminal, such as a log."""
+    if sys.stderr.isatty():
+        yield
+        return
+    from transformers import modeling_gguf_pytorch_utils as gguf_tensors
+    from transformers.utils import logging as hf_logging
+
+    bar, shown = gguf_tensors.tqdm, hf_logging.is_progress_bar_enabled()
+    gguf_tensors.tqdm = functools.partial(bar, disable=True)  # it does not obey `disable_progress_bar`
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        gguf_tensors.tqdm = bar
+        if shown:
+            hf_logging.enable_progress_bar()
 
 
 def weights_dtype(config: ModelConfig) -> torch.dtype:
