@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from postlude.error_output import print_error
 from postlude.world.failure_report import RankError
 from postlude.world.launcher import launch, ranks
 from tests.plain_ranks import PATIENCE, PlainRanks
+
+SHORT = 3.0  # seconds of a collective that one rank does not come to, when all have started
 
 
 def add_up(factor: int) -> tuple[int, float, str]:
@@ -43,12 +46,9 @@ def misbehave(fault: str, failing_rank: int, directory: str) -> None:
             time.sleep(3 * PATIENCE)  # who waits for it, waits in vain
         if fault == "return":
             return
-    dist.all_reduce(torch.ones(3))
-
-
-def timeout(fault: str) -> int:
-    """Short where it has to pass, for ranks need to arrive within it, too."""
-    return 30 if fault == "sleep" else PATIENCE
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=SHORT if fault == "sleep" else PATIENCE)
+    dist.group.WORLD.allreduce([torch.ones(3)], options).wait()
 
 
 def alive(pid: int) -> bool:
@@ -81,7 +81,7 @@ def test_results_come_in_rank_order() -> None:
 )
 def test_a_rank_that_fails_ends_all_and_is_named(fault: str, sentence: str, tmp_path: Path, capfd) -> None:
     with pytest.raises(RankError) as failure:
-        launch(misbehave, fault, 1, str(tmp_path), nproc=2, timeout=timeout(fault), device="cpu")
+        launch(misbehave, fault, 1, str(tmp_path), nproc=2, timeout=PATIENCE, device="cpu")
     assert str(failure.value).startswith(sentence)
     assert not any(alive(int(pid.read_text())) for pid in tmp_path.glob("pid-*"))
     printed = capfd.readouterr()
@@ -110,7 +110,7 @@ def test_a_rank_that_fails_ends_all_and_is_named(fault: str, sentence: str, tmp_
 def test_survivors_name_the_cause_without_an_agent(
     fault: str, failing_rank: int, sentence: str, tmp_path: Path
 ) -> None:
-    with PlainRanks(3, timeout(fault), misbehave, fault, failing_rank, str(tmp_path)) as three:
+    with PlainRanks(3, PATIENCE, misbehave, fault, failing_rank, str(tmp_path)) as three:
         for message in (three.error_of(rank) for rank in range(3) if rank != failing_rank):
             assert message.startswith(sentence) if fault == "sleep" else message == sentence, message
 
