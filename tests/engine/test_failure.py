@@ -91,6 +91,34 @@ def failed_and_fresh(group: dist.ProcessGroup, model: str, failure: str, overlap
     assert bitwise_equal(weights(first_engine), weights(second_engine))
 
 
+def detached_or_zero(group: dist.ProcessGroup, layout: str) -> None:
+    """A loss without a gradient fails on all ranks, unless it is zero or another microbatch has one."""
+
+    def constant(inputs: OutputInputs) -> Loss:
+        return Loss(torch.full(inputs.microbatch.targets.shape, 3.0))
+
+    def zero(inputs: OutputInputs) -> Loss:
+        return Loss(torch.zeros(inputs.microbatch.targets.shape))
+
+    def constant_in_the_first(inputs: OutputInputs) -> Loss:
+        return constant(inputs) if inputs.microbatch.index == 0 else policy(inputs)
+
+    engine = build(layout, config("tiny-dense"))
+    sentence = error_text(lambda: engine.forward_backward(batch(1), constant))
+    assert "the loss has no gradient: the values that the objective returns do not depend on the model" in sentence
+    engine.zero_grad()
+    assert engine.evaluate_loss(batch(1), constant).loss == pytest.approx(3.0)
+    assert engine.forward_backward(batch(1), zero).loss == 0.0
+    assert engine.grad_norm() == 0.0
+    engine.forward_backward(batch(1), constant_in_the_first)
+    assert engine.grad_norm() > 0.0
+
+
+@pytest.mark.parametrize("layout", ["", "pp=2", "dp_shard=2"])
+def test_a_loss_without_a_gradient_is_an_error_unless_it_is_zero(ranks, layout: str) -> None:
+    ranks(Layout.parse(layout).world_size, detached_or_zero, layout)
+
+
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.slow
 def test_one_rank_stays_usable_after_a_failure(ranks, failure: str) -> None:

@@ -149,6 +149,9 @@ def leaving(inputs):
 
 def over_nothing(inputs):
     return Loss(-inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob, "answer_mask")
+
+def detached(inputs):
+    return Loss(-inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob.detach(), "response_mask")
 """
 SHORT = ("--steps=1", "--budget=256", "--export=false", "--save_every=0", "--loggers=[]")
 GRPO = (
@@ -171,6 +174,7 @@ GRPO = (
         ("broken", "AttributeError: 'Tensor' object has no attribute 'no_such_thing' (mine.py, line 15)"),
         ("leaving", "SystemExit: 3 (mine.py, line 18)"),
         ("over_nothing", 'has no column "answer_mask" (it has: "response_mask"'),
+        ("detached", "ValueError: the loss has no gradient: the values that the objective returns do not depend on"),
     ],
 )
 def test_an_objective_that_cannot_be_called_is_a_sentence(

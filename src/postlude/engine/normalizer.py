@@ -26,8 +26,12 @@ MetricKey = tuple[str, Reduction]
 Number = TypeVar("Number", float, Tensor)
 MIN_SLOTS = 256
 """The minimum number of slots in the reduced tensor, so that ranks with different metrics use one size."""
-DIGEST, NEGATED_DIGEST, FAILED_RANK, FIRST_SLOT = range(4)
+DIGEST, NEGATED_DIGEST, FAILED_RANK, HAS_GRADIENT, CONSTANT_LOSS, FIRST_SLOT = range(6)
 """Entries of the tensor whose maximum is taken; from FIRST_SLOT on, one per slot."""
+NO_GRADIENT = (
+    "the loss has no gradient: the values that the objective returns do not depend on the model. Compute them from "
+    "inputs.head and inputs.hidden, without detach, item or torch.no_grad."
+)
 
 
 def count_name(over: str, depth: int = 0) -> str:
@@ -174,6 +178,8 @@ class ReducedNumbers:
     """Whether all ranks have the same metric index, with a slot for each of their metrics."""
     failed_rank: int | None
     """A rank with a loss error."""
+    has_gradient: bool
+    """False if the loss is not zero, and no microbatch of any rank has a gradient."""
 
 
 class MetricAccumulator:
@@ -187,6 +193,8 @@ class MetricAccumulator:
         self.layer_sums: Tensor | None = None  # [n] float64 of this rank; n is the same on all ranks
         self.layer_totals: list[float] = []  # [n] over all ranks, after `reduce`
         self.loss_error: Exception | None = None
+        self.has_gradient = False  # of a microbatch; of the others, `constant_losses` has the magnitudes
+        self.constant_losses: list[Tensor] = []
 
     def evaluate(self, objective: Objective, inputs: OutputInputs) -> Tensor:
         """Returns what one microbatch adds to the batch's loss, and records it and the objective's metrics.
@@ -262,6 +270,9 @@ class MetricAccumulator:
             dist.broadcast_object_list(message, src=reduced.failed_rank)
             self.loss_error = self.loss_error or ValueError(message[0])
             return {}
+        if not reduced.has_gradient:
+            self.loss_error = self.loss_error or ValueError(NO_GRADIENT)
+            return {}
         if not reduced.same_names:
             names_by_rank: list[list[MetricKey]] = [[] for _ in range(dist.get_world_size())]
             dist.all_gather_object(names_by_rank, list(local))
@@ -287,6 +298,9 @@ class MetricAccumulator:
         highest[NEGATED_DIGEST].fill_(-digest if has_slots else 0.0)
         if self.loss_error is not None:
             highest[FAILED_RANK].fill_(0.0 if single_rank else float(dist.get_rank()))
+        highest[HAS_GRADIENT].fill_(float(self.has_gradient))
+        if self.constant_losses:
+            highest[CONSTANT_LOSS] = torch.stack(self.constant_losses).amax()
         for name, numbers in local.items() if has_slots else ():
             slot = slots[name]
             sums[slot, 0], sums[slot, 1], highest[FIRST_SLOT + slot] = numbers
@@ -305,7 +319,9 @@ class MetricAccumulator:
             if all_sums[3 * slot + 2]
         }
         failed_rank = int(maxima[FAILED_RANK]) if maxima[FAILED_RANK] >= 0 else None
-        return ReducedNumbers(metrics, layer_totals, maxima[DIGEST] == -maxima[NEGATED_DIGEST], failed_rank)
+        has_gradient = maxima[HAS_GRADIENT] > 0 or not maxima[CONSTANT_LOSS] > 0
+        same_names = maxima[DIGEST] == -maxima[NEGATED_DIGEST]
+        return ReducedNumbers(metrics, layer_totals, same_names, failed_rank, has_gradient)
 
 
 def _combine(
@@ -346,16 +362,19 @@ class ObjectiveProcessor:
 
     def __call__(self, inputs: OutputInputs, context: None) -> Tensor:
         """Returns the loss to differentiate."""
-        return _depend_on_all_parameters(self.metrics.evaluate(self.objective, inputs), inputs)
+        value = self.metrics.evaluate(self.objective, inputs)
+        if value.requires_grad:
+            self.metrics.has_gradient = True
+            return value
+        self.metrics.constant_losses.append(value.abs())
+        return _depend_on_all_parameters(value, inputs)
 
 
 def _depend_on_all_parameters(value: Tensor, inputs: OutputInputs) -> Tensor:
-    """Returns the loss with a gradient, even zero, for every parameter.
+    """Returns a loss without a gradient with one of zero for every parameter.
 
     FSDP reduces over all ranks, and would hang if a parameter had a gradient on some of them only.
     """
-    if value.requires_grad:
-        return value
     all_parameters = inputs.head.gather(inputs.hidden).float().sum() + inputs.head.weight.float().sum()
     if inputs.head.value_head is not None:
         all_parameters = all_parameters + inputs.head.values(inputs.hidden).sum()

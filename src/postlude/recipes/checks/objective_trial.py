@@ -13,7 +13,7 @@ import torch
 
 from postlude.data import Batch, pack
 from postlude.data.chat import EncodedSequence
-from postlude.engine.normalizer import LossNormalizer, MetricAccumulator
+from postlude.engine.normalizer import NO_GRADIENT, LossNormalizer, MetricAccumulator
 from postlude.layout import Layout
 from postlude.model import ModelConfig, OutputHead, OutputInputs
 from postlude.model.parallel import ValueHead
@@ -98,6 +98,8 @@ def _call(
         raise accumulator.loss_error
     if value.requires_grad:
         value.backward()
+    elif float(value):
+        raise ValueError(NO_GRADIENT)
 
 
 def _failure(error: BaseException, kind: str, location: str, batch: Batch) -> str:
