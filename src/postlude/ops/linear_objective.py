@@ -20,9 +20,9 @@ from torch import Tensor
 from postlude.ops.linear_logprobs.api import (
     RequestedStats,
     TokenStats,
-    at_positions,
     flat_hidden,
     refuse_second_derivative,
+    scatter_results,
     token_results,
 )
 from postlude.ops.linear_logprobs.gemm import without_autocast
@@ -120,7 +120,7 @@ class _OneSweep(torch.autograd.Function):
             results = call.epilogue.results(sweep.state)
         ctx.gradients, ctx.weight = gradients, weight
         ctx.call = call
-        outputs = call.scatter(losses), *at_positions(results, call, requested)
+        outputs = call.scatter(losses), *scatter_results(results, call, requested)
         ctx.mark_non_differentiable(*(row for row in outputs if row is not None))
         return losses.sum(), *outputs
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from postlude.ops.linear_logprobs.gemm import without_autocast
 from postlude.ops.linear_logprobs.logits import DEFAULT_LOGITS, LogitConfig, LogitOptions
 from postlude.ops.linear_logprobs.resolved_call import ResolvedCall, resolve
-from postlude.ops.linear_logprobs.statistics import Results, TopKLogits, Upstream, join_ranks
+from postlude.ops.linear_logprobs.statistics import Results, TopKLogits, Upstream, merge_ranks
 from postlude.ops.linear_logprobs.sweep import GradientsNeeded, Head, sweep_gradients, sweep_statistics
 
 
@@ -99,7 +99,7 @@ def flat_hidden(hidden: Tensor) -> Tensor:
     return hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
 
 
-def at_positions(
+def scatter_results(
     results: Results, call: ResolvedCall, requested: RequestedStats, top: TopKLogits | None = None
 ) -> tuple[Tensor | None, ...]:
     """Returns the fields of `TokenStats`, [positions, ...] each, from the results of the projected tokens."""
@@ -136,12 +136,12 @@ class _LinearLogprobs(torch.autograd.Function):
             head = Head(call.select(hidden), weight, bias)
             state, top = sweep_statistics(head, call, entropy=requested.entropy, topk=requested.topk)
             if call.group is not None and state.shape[1]:
-                state, top = join_ranks(state, top, call.group)
+                state, top = merge_ranks(state, top, call.group)
         results = call.epilogue.results(state)
         ctx.save_for_backward(hidden, weight, bias, results.normalizer, results.entropy)
         ctx.call, ctx.weight = call, weight  # a saved one comes back without its main_grad
         ctx.set_materialize_grads(False)
-        outputs = at_positions(results, call, requested, top)
+        outputs = scatter_results(results, call, requested, top)
         ctx.mark_non_differentiable(*(values for values in outputs[3:] if values is not None))
         return outputs
 

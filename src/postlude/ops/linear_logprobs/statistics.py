@@ -153,8 +153,8 @@ def transform(slab: Slab) -> tuple[Tensor, Tensor | None]:
     return capped.tanh_().mul_(rows.factor[:, None]), slope
 
 
-def join(states: Tensor) -> Tensor:
-    """Joins states of disjoint parts of the same rows, [parts, 4, n] -> [4, n]."""
+def merge(states: Tensor) -> Tensor:
+    """Merges states of disjoint parts of the same rows, [parts, 4, n] -> [4, n]."""
     maximum = states[:, MAXIMUM].amax(0)
     gap = states[:, MAXIMUM] - maximum
     decay = gap.exp()
@@ -183,20 +183,20 @@ class TopKLogits:
         """Returns the entries of consecutive rows as one."""
         return TopKLogits(torch.cat([part.logits for part in parts]), torch.cat([part.ids for part in parts]))
 
-    def joined(self, logits: Tensor, ids: Tensor) -> TopKLogits:
+    def merged(self, logits: Tensor, ids: Tensor) -> TopKLogits:
         """Returns the best k of these and others, [n, any] each."""
         k = self.logits.shape[1]
         best, place = torch.cat((self.logits, logits), 1).topk(k, dim=1)
         return TopKLogits(best, torch.cat((self.ids, ids), 1).gather(1, place))
 
-    def joined_slab(self, logits: Tensor, first: int) -> TopKLogits:
+    def merged_slab(self, logits: Tensor, first: int) -> TopKLogits:
         """Returns the best k of these and a slab [n, columns] whose column 0 is vocabulary entry `first`."""
         best, place = logits.topk(min(self.logits.shape[1], logits.shape[1]), dim=1)
-        return self.joined(best, place + first)
+        return self.merged(best, place + first)
 
 
-def join_ranks(state: Tensor, top: TopKLogits | None, group: dist.ProcessGroup) -> tuple[Tensor, TopKLogits | None]:
-    """Joins the results of every rank of `group` for its part of the vocabulary, with one collective."""
+def merge_ranks(state: Tensor, top: TopKLogits | None, group: dist.ProcessGroup) -> tuple[Tensor, TopKLogits | None]:
+    """Merges the results that each rank of `group` has for its part of the vocabulary, with one collective."""
     # Ids travel as the bits of the state's own dtype: int32 in fp32, int64 in float64.
     bits = torch.int32 if state.dtype == torch.float32 else torch.int64
     local = state
@@ -207,13 +207,13 @@ def join_ranks(state: Tensor, top: TopKLogits | None, group: dist.ProcessGroup) 
     dist.all_gather_into_tensor(gathered, local, group=group)
     gathered = gathered.view(size, *local.shape)
     if top is None:
-        return join(gathered), None
+        return merge(gathered), None
     rows, k = top.logits.shape
     logits, ids = (
         part.permute(2, 0, 1).reshape(rows, size * k) for part in (gathered[:, 4 : 4 + k], gathered[:, 4 + k :])
     )
     empty = TopKLogits.empty(rows, k, state.dtype, state.device)
-    return join(gathered[:, :4]), empty.joined(logits, ids.view(bits).long())
+    return merge(gathered[:, :4]), empty.merged(logits, ids.view(bits).long())
 
 
 @dataclass(frozen=True)

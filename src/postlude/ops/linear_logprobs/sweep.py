@@ -304,7 +304,7 @@ def sweep_statistics(head: Head, call: ResolvedCall, *, entropy: bool, topk: int
         call.epilogue.accumulate(slab, state[:, rows], entropy=entropy)
         if top is not None:
             logits, _ = transform(slab)
-            top_by_slab.append(top[rows].joined_slab(logits, call.vocab_start + columns.start))
+            top_by_slab.append(top[rows].merged_slab(logits, call.vocab_start + columns.start))
             if plan.axis == "vocabulary":
                 top = top_by_slab.pop()
     return state, TopKLogits.stacked(top_by_slab) if top_by_slab else top

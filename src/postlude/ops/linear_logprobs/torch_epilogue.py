@@ -16,7 +16,7 @@ from postlude.ops.linear_logprobs.statistics import (
     Slab,
     TokenRows,
     Upstream,
-    join,
+    merge,
     transform,
 )
 
@@ -65,7 +65,7 @@ def accumulate(slab: Slab, state: Tensor, *, entropy: bool) -> None:
     chunk_state[SUM] = share.sum(1)
     if entropy:
         chunk_state[MOMENT] = share.mul_(gap).sum(1)
-    state.copy_(join(torch.stack((state, chunk_state))))
+    state.copy_(merge(torch.stack((state, chunk_state))))
 
 
 def results(state: Tensor) -> Results:
