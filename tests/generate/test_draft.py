@@ -83,8 +83,8 @@ def test_completions_are_those_without_drafts(model: LanguageModel, sampling_nam
         for place, (completion,) in enumerate(free)
     ]
     routing = bool(model.config.routers)
-    expected = Generator(model, routing=routing).generate(prompt_list, sampling, n=2)
-    actual = Generator(model, routing=routing, draft="mtp", max_sequences=4).generate(prompt_list, sampling, n=2)
+    expected = Generator(model, record_routing=routing).generate(prompt_list, sampling, n=2)
+    actual = Generator(model, record_routing=routing, draft="mtp", max_sequences=4).generate(prompt_list, sampling, n=2)
     assert_same(actual, expected)
     assert {completion.finish_reason for group in actual for completion in group} == {"stop", "length"}
 
@@ -103,7 +103,7 @@ def test_recorded_completions_are_those_without_drafts(
         for place, (params, (completion,)) in enumerate(zip(sampling, free, strict=True))
     ]
     routing = bool(model.config.routers)
-    expected = EagerGenerator(model, routing=routing).generate(prompt_list, sampling, n=3)
+    expected = EagerGenerator(model, record_routing=routing).generate(prompt_list, sampling, n=3)
     run = DecodeGraphs.__call__
 
     def run_twice(graphs: DecodeGraphs, step: DecodeStep) -> None:
@@ -116,7 +116,9 @@ def test_recorded_completions_are_those_without_drafts(
         run(graphs, step)
 
     monkeypatch.setattr(DecodeGraphs, "__call__", run_twice)
-    actual = GraphGenerator(model, routing=routing, draft="mtp", max_sequences=10).generate(prompt_list, sampling, n=3)
+    actual = GraphGenerator(model, record_routing=routing, draft="mtp", max_sequences=10).generate(
+        prompt_list, sampling, n=3
+    )
     assert_same(actual, expected)
     assert {completion.finish_reason for group in actual for completion in group} == {"stop", "length"}
     assert 0.0 < rate(actual) < 1.0
@@ -126,11 +128,11 @@ def test_recorded_completions_that_are_preempted_continue_unchanged(monkeypatch:
     model, preempted = small_model(RECORDED_HYBRID), []
     prompt_list = prompts(model, [PAGE_SIZE - 9] * 4 + [PAGE_SIZE + 1])
     sampling = replace(SAMPLINGS["sampled"], max_new_tokens=20)
-    expected = EagerGenerator(model, routing=True).generate(prompt_list, sampling)
+    expected = EagerGenerator(model, record_routing=True).generate(prompt_list, sampling)
     monkeypatch.setattr("postlude.generate.pages.MARGIN", 1)
     preempt = Scheduler._preempt
     monkeypatch.setattr(Scheduler, "_preempt", lambda *arguments: (preempted.append(1), preempt(*arguments)))
-    generator = GraphGenerator(model, routing=True, draft="mtp", max_batch_tokens=5 * PAGE_SIZE)
+    generator = GraphGenerator(model, record_routing=True, draft="mtp", max_batch_tokens=5 * PAGE_SIZE)
     assert_same(generator.generate(prompt_list, sampling), expected)
     assert preempted
 
@@ -165,7 +167,7 @@ def test_on_a_gpu_recorded_completions_in_the_batch_invariant_mode_are_those_wit
         model = LanguageModel(config, dtype=torch.bfloat16, batch_invariant=True)
     prompt_list, sampling = uneven(12, 90, seed=4, ignore_eos=True)
     plain, drafted = (
-        Generator(model, routing=True, draft=draft, max_sequences=20).generate(prompt_list, sampling, n=3)
+        Generator(model, record_routing=True, draft=draft, max_sequences=20).generate(prompt_list, sampling, n=3)
         for draft in (None, "mtp")
     )
     for group, expected_group in zip(drafted, plain, strict=True):

@@ -34,7 +34,7 @@ def model(pattern: str = PATTERN, **changes: Any) -> LanguageModel:
 
 def answered(of: LanguageModel, generator_type: type[Generator] = Generator, **options: Any) -> list[list[Completion]]:
     """Three of the twelve at a time, so that some join others, inherit their rows, and prompts pass the model once."""
-    generator = generator_type(of, eos_tokens=(END,), **{"max_sequences": 3, "routing": True, **options})
+    generator = generator_type(of, eos_tokens=(END,), **{"max_sequences": 3, "record_routing": True, **options})
     return generator.generate(PROMPTS, SamplingParams(max_new_tokens=12, seed=4), n=3)
 
 
@@ -91,9 +91,9 @@ def test_preempted_completions_are_recorded_alike(preempted: list[int], monkeypa
 def test_preempted_completions_of_several_pages_are_recorded_alike(preempted: list[int]) -> None:
     moe, sampling = model(), SamplingParams(max_new_tokens=20, seed=4)
     token_lists = prompts(VOCABULARY, [PAGE_SIZE - 9] * 4 + [PAGE_SIZE + 1])
-    expected = EagerGenerator(moe, routing=True).generate(token_lists, sampling)
+    expected = EagerGenerator(moe, record_routing=True).generate(token_lists, sampling)
     assert not preempted
-    groups = GraphGenerator(moe, routing=True, max_batch_tokens=5 * PAGE_SIZE).generate(token_lists, sampling)
+    groups = GraphGenerator(moe, record_routing=True, max_batch_tokens=5 * PAGE_SIZE).generate(token_lists, sampling)
     assert preempted
     for group, others in zip(groups, expected, strict=True):
         for completion, other in zip(group, others, strict=True):
@@ -115,7 +115,7 @@ def test_on_a_gpu_cuda_graphs_record_the_choices_of_a_forward(monkeypatch: pytes
     with torch.device("cuda"):
         moe = LanguageModel(read_model("tiny-moe")[1], dtype=torch.bfloat16, batch_invariant=True)
     token_lists, sampling = prompts(256, (7, 130, 13, 64, 9, 65)), SamplingParams(max_new_tokens=90, seed=4)
-    generator = Generator(moe, max_sequences=8, routing=True)
+    generator = Generator(moe, max_sequences=8, record_routing=True)
     assert generator.why_no_cuda_graph() is None
     for prompt, group in zip(token_lists, generator.generate(token_lists, sampling, n=4), strict=True):
         for completion in group:
@@ -125,7 +125,7 @@ def test_on_a_gpu_cuda_graphs_record_the_choices_of_a_forward(monkeypatch: pytes
             assert completion.routing is not None
             assert torch.equal(completion.routing[:-1].long(), choices[: len(microbatch.tokens) - 1].cpu())
             assert not completion.routing.is_pinned()
-    generator.routing = False
+    generator.record_routing = False
     assert all(
         plain_completion.routing is None
         for group in generator.generate(token_lists, sampling)
@@ -135,7 +135,7 @@ def test_on_a_gpu_cuda_graphs_record_the_choices_of_a_forward(monkeypatch: pytes
 
 def test_nothing_is_recorded_unasked_and_completions_are_the_same() -> None:
     moe = model()
-    plain, recorded = answered(moe, routing=False), answered(moe)
+    plain, recorded = answered(moe, record_routing=False), answered(moe)
     for plain_group, recorded_group in zip(plain, recorded, strict=True):
         assert [completion.tokens for completion in plain_group] == [completion.tokens for completion in recorded_group]
         assert [completion.logprobs for completion in plain_group] == [
@@ -145,8 +145,8 @@ def test_nothing_is_recorded_unasked_and_completions_are_the_same() -> None:
 
 
 def test_a_model_without_experts_has_nothing_to_record() -> None:
-    with pytest.raises(ValueError, match=r"routing=True records which experts.*\[\*-\] has none"):
-        Generator(model("[*-]"), routing=True)
+    with pytest.raises(ValueError, match=r"record_routing=True records which experts.*\[\*-\] has none"):
+        Generator(model("[*-]"), record_routing=True)
 
 
 def recorded(group: Any, layout: Layout) -> list[tuple[list[int], torch.Tensor | None]]:

@@ -27,7 +27,7 @@ from postlude.recipes.rollouts.queue import RolloutQueue, policy_lag
 from postlude.recipes.rollouts.sampler import RolloutSampler
 from postlude.recipes.run.directory import read_metrics
 from postlude.recipes.run.outcome import RunOutcome
-from postlude.recipes.run.phase_timer import PhaseTimer
+from postlude.recipes.run.step_timer import StepTimer
 from postlude.recipes.trainer import run_training
 from postlude.rollout.async_environment import AsyncEnvironment
 from postlude.rollout.conversations import Trajectory, combine_seeds
@@ -111,7 +111,7 @@ class QueueUser:
             SamplingSettings(max_new_tokens=2),
             budget=64,
             seed=3,
-            timer=PhaseTimer(),
+            timer=StepTimer(),
             background=staleness > 0,
         )
         self.queue = RolloutQueue(
@@ -237,7 +237,7 @@ def test_close_releases_the_episodes_in_progress(background: bool) -> None:
         SamplingSettings(max_new_tokens=2),
         budget=64,
         seed=3,
-        timer=PhaseTimer(),
+        timer=StepTimer(),
         background=background,
     )
     with closing(environment), closing(rollouts.conversations):

@@ -593,5 +593,7 @@ def test_completions_without_routing_cannot_be_replayed() -> None:
     trajectories[0].transcript.add_completion([3], [0.0], torch.zeros(3, 1, 1).short())
     trajectories[1].transcript.add_completion([3], [0.0])
     assert len(routing_column(trajectories[:1])) == 1
-    with pytest.raises(ValueError, match=r"1 of 2 completions have none\. .* sample with Generator\(routing=True\)"):
+    with pytest.raises(
+        ValueError, match=r"1 of 2 completions have none\. .* sample with Generator\(record_routing=True\)"
+    ):
         routing_column(trajectories)

@@ -44,8 +44,13 @@ KILLS = {  # the functions a run is in, the steps it has metrics of, those it ha
     "reference": (("_begin_step", "rename"), [1], [2], []),
     "rollout": (("select_trajectories", "generate"), [1, 2, 3], [2, 3], ["step-000002"]),
     "backward": (("forward_backward", "on_gradient"), [1, 2, 3], [2, 3, 4], ["step-000002"]),
-    "save": (("run_training_step", "save", "finish"), [1, 2, 3, 4], [2, 3, 4], [".step-000004.partial", "step-000002"]),
-    "prune": (("run_training_step", "prune"), [1, 2, 3, 4], [2, 3, 4], [".step-000002.deleting", "step-000004"]),
+    "save": (
+        ("train_and_log_step", "save", "finish"),
+        [1, 2, 3, 4],
+        [2, 3, 4],
+        [".step-000004.partial", "step-000002"],
+    ),
+    "prune": (("train_and_log_step", "prune"), [1, 2, 3, 4], [2, 3, 4], [".step-000002.deleting", "step-000004"]),
 }
 
 

@@ -22,7 +22,7 @@ from postlude.recipes.config.recipe_configs import EvalConfig
 from postlude.recipes.config.settings import SamplingSettings
 from postlude.recipes.rollouts.sampler import RolloutSampler, trajectory_metrics
 from postlude.recipes.run.directory import read_metrics
-from postlude.recipes.run.phase_timer import PhaseTimer
+from postlude.recipes.run.step_timer import StepTimer
 from postlude.rollout import conversations
 from postlude.rollout.conversations import Trajectory
 from postlude.rollout.environments import MultiTurn, TurnResult
@@ -93,7 +93,7 @@ def rolled(engine: Any, tasks: list[Task], *, budget: int = 96, workers: int = 2
     outputs = SamplingSettings(max_new_tokens=5)
     try:
         sampler = RolloutSampler(
-            engine, environment, byte_tokenizer(), outputs, budget=budget, seed=3, timer=PhaseTimer()
+            engine, environment, byte_tokenizer(), outputs, budget=budget, seed=3, timer=StepTimer()
         )
         return sampler.sync_and_run_on_rank0(lambda: sampler.sample(tasks, SAMPLES, step=0))
     finally:

@@ -60,14 +60,14 @@ class DecodeGraphs:
         rows: DecodeRows,
         cache: PagedCache,
         drafter: Drafter | None = None,
-        routing: RoutingRecord | None = None,
+        routing_record: RoutingRecord | None = None,
     ) -> None:
         self.model = model
         self.adapters = adapters
         self.rows = rows
         self.cache = cache
         self.drafter = drafter
-        self.routing = routing
+        self.routing_record = routing_record
         self._microbatches = DecodeMicrobatches()
         self._graphs: WeakKeyDictionary[AdapterSlot, dict[DecodeStep, torch.cuda.CUDAGraph | None]]
         self._graphs = WeakKeyDictionary()
@@ -126,16 +126,16 @@ class DecodeGraphs:
         if drafter is None:
             microbatch = self._begin_forward(step, newest[:, None], lengths)
             logits = self.model(microbatch, output_processor=all_logits, decode_state=self.cache)
-            if self.routing is not None:
-                self.routing.store()
+            if self.routing_record is not None:
+                self.routing_record.store()
             sample_next(logits, rows.all[:size], rows, filtered=step.filtered)
             return
         drafts = drafter.propose(self._begin_forward(step, *drafter.unread_tokens(size)), size, filtered=step.filtered)
         lengths_with_draft = torch.where(lengths > 0, lengths + 1, 0)
         microbatch = self._begin_forward(step, torch.stack((newest, drafts), 1), lengths_with_draft)
         logits, hidden = self.model(microbatch, output_processor=all_logits_and_hidden, decode_state=self.cache)
-        if self.routing is not None:
-            self.routing.store()
+        if self.routing_record is not None:
+            self.routing_record.store()
         drafter.keep(hidden)
         logits = logits.unflatten(0, (size, TOKENS_PER_STEP))
         self.cache.accept(sample_after_drafts(logits, drafts, rows, filtered=step.filtered))

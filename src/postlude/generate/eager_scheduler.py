@@ -27,7 +27,7 @@ from postlude.model import LanguageModel
 
 
 class EagerScheduler(Scheduler):
-    """Runs steps on a `RowCache`, optionally with speculative decoding (`draft`) and a routing record (`routing`)."""
+    """Runs steps on a `RowCache`, optionally with speculative decoding (`draft`) and a `RoutingRecord`."""
 
     max_unread_steps = 0
 
@@ -40,7 +40,7 @@ class EagerScheduler(Scheduler):
         max_sequences: int,
         max_prefill_tokens: int,
         draft: bool = False,
-        routing: bool = False,
+        record_routing: bool = False,
         fp8_kv: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -56,7 +56,7 @@ class EagerScheduler(Scheduler):
             group=group,
         )
         self.drafter = Drafter(model, self.rows, cache) if draft else None
-        self.routing = RoutingRecord(model, cache) if routing else None
+        self.routing_record = RoutingRecord(model, cache) if record_routing else None
         self._microbatches = MixedMicrobatches(cache, model.mesh.tp.size)
         self._settings: SamplerSettings | None = None  # of the running completions by row; None after a change
         self.add(completions)
@@ -130,8 +130,8 @@ class EagerScheduler(Scheduler):
             )
         else:
             logits, hidden = self.model(microbatch, output_processor=all_logits_and_hidden, decode_state=self.cache)
-        if self.routing is not None:
-            self.routing.store()
+        if self.routing_record is not None:
+            self.routing_record.store()
         decoded = count * tokens_per_row
         if self.drafter is not None:
             if count:
@@ -179,6 +179,6 @@ class EagerScheduler(Scheduler):
         """See `Scheduler`."""
         if running.state.error is not None:
             self.cache.clear(running.row)
-        elif self.routing is not None:
-            self.routing.copy_to(running.state, [running.row])
+        elif self.routing_record is not None:
+            self.routing_record.copy_to(running.state, [running.row])
         super()._remove_finished(running)

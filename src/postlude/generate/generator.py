@@ -51,7 +51,7 @@ class Generator:
 
     draft: "mtp" is speculative decoding with the model's first multi-token-prediction depth. It does not change the
         completions.
-    routing: completions also have the experts that their tokens were routed to.
+    record_routing: completions also have the experts that their tokens were routed to.
     kv_cache_dtype: "fp8" stores keys and values in FP8, so that the same memory holds more tokens (`cache_tokens`), see
         `check_kv_cache_dtype`. Where steps are not captured as CUDA graphs they are only rounded, and no memory is
         saved.
@@ -78,7 +78,7 @@ class Generator:
         max_prefill_tokens: int = 8_192,
         eos_tokens: Sequence[int] | None = None,
         draft: Draft | None = None,
-        routing: bool = False,
+        record_routing: bool = False,
         kv_cache_dtype: KVCacheDtype = "auto",
         quantization: Quantization | None = None,
     ) -> None:
@@ -103,7 +103,7 @@ class Generator:
                 )
         if draft is not None:
             check_draft(draft, model.config)
-        if routing:
+        if record_routing:
             check_routing_record(model.config)
         check_kv_cache_dtype(kv_cache_dtype, model.config, model.embedding.weight.device)
         if model.batch_invariant:
@@ -119,7 +119,7 @@ class Generator:
         self.tokenizer = tokenizer
         self.fp8_kv = kv_cache_dtype == "fp8"
         self.draft = draft
-        self.routing = routing
+        self.record_routing = record_routing
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
         self.max_prefill_tokens = max_prefill_tokens
@@ -257,12 +257,12 @@ class Generator:
                 max_sequences=self.max_sequences,
                 max_prefill_tokens=self.max_prefill_tokens,
                 draft=self.draft is not None,
-                routing=self.routing,
+                record_routing=self.record_routing,
                 fp8_kv=self.fp8_kv,
                 group=_lockstep_group(self.model),
             )
         capacity = capacity_of(completions, self.cache_tokens, self.max_sequences)
-        if self._buffers is None or not self._buffers.fit(capacity, routing=self.routing):
+        if self._buffers is None or not self._buffers.fit(capacity, record_routing=self.record_routing):
             self.release()
             self._buffers = GraphBuffers.of(
                 self.model,
@@ -270,7 +270,7 @@ class Generator:
                 capacity,
                 self.model.embedding.weight.device,
                 draft=self.draft is not None,
-                routing=self.routing,
+                record_routing=self.record_routing,
                 fp8_kv=self.fp8_kv,
             )
         return GraphScheduler(

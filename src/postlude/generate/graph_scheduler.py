@@ -75,7 +75,7 @@ class GraphBuffers:
     cache: PagedCache
     graphs: DecodeGraphs
     drafter: Drafter | None
-    routing: RoutingRecord | None
+    routing_record: RoutingRecord | None
     capacity: DecodeCapacity
     weight_addresses: tuple[int, ...]
 
@@ -87,7 +87,7 @@ class GraphBuffers:
         device: torch.device,
         *,
         draft: bool = False,
-        routing: bool = False,
+        record_routing: bool = False,
         fp8_kv: bool = False,
     ) -> GraphBuffers:
         """Returns buffers of this capacity. Fuses the weights of projections with the same input."""
@@ -97,9 +97,9 @@ class GraphBuffers:
         rows = DecodeRows(capacity.rows, capacity.pages_per_row, capacity.stops, device, tokens_per_step)
         cache = PagedCache(capacity.pages, capacity.rows, device, fp8=fp8_kv)
         drafter = Drafter(model, rows, cache) if draft else None
-        record = RoutingRecord(model, cache) if routing else None
-        graphs = DecodeGraphs(model, adapters, rows, cache, drafter, record)
-        return GraphBuffers(model, rows, cache, graphs, drafter, record, capacity, addresses(model))
+        routing_record = RoutingRecord(model, cache) if record_routing else None
+        graphs = DecodeGraphs(model, adapters, rows, cache, drafter, routing_record)
+        return GraphBuffers(model, rows, cache, graphs, drafter, routing_record, capacity, addresses(model))
 
     @property
     def is_small(self) -> bool:
@@ -109,14 +109,14 @@ class GraphBuffers:
             return True
         return self.cache.size_in_bytes <= SMALL_FRACTION * torch.cuda.get_device_properties(device).total_memory
 
-    def fit(self, capacity: DecodeCapacity, *, routing: bool) -> bool:
+    def fit(self, capacity: DecodeCapacity, *, record_routing: bool) -> bool:
         """Whether they have this capacity, and the weights are still at the addresses that the graphs read.
 
-        `routing`: whether they must record the experts of tokens, or must not.
+        `record_routing`: whether they must record the experts of tokens, or must not.
         """
         have = self.capacity
         return (
-            routing == (self.routing is not None)
+            record_routing == (self.routing_record is not None)
             and have.rows >= capacity.rows
             and have.pages >= capacity.pages
             and have.pages_per_row >= capacity.pages_per_row
@@ -151,7 +151,7 @@ class GraphScheduler(Scheduler):
             max_prefill_tokens=max_prefill_tokens,
         )
         self.paged_cache, self.graphs = buffers.cache, buffers.graphs
-        self.drafter, self.routing = buffers.drafter, buffers.routing
+        self.drafter, self.routing_record = buffers.drafter, buffers.routing_record
         self.table = torch.zeros(self.rows.table.shape, dtype=torch.int32)  # the next content of the device's table
         self.changed_pages: dict[int, list[int]] = {}  # by row, of completions that joined, moved or grew
         self.rows_changed = False  # by completions that joined, left or moved
@@ -238,8 +238,8 @@ class GraphScheduler(Scheduler):
         logits, hidden = self.model(
             microbatch, output_processor=logits_at, output_processor_context=last, decode_state=self.cache
         )
-        if self.routing is not None:
-            self.routing.store()
+        if self.routing_record is not None:
+            self.routing_record.store()
         if self.drafter is not None:
             self.drafter.prefill(hidden, sequences, partial(self._begin_prefill, pages))
         return logits
@@ -252,6 +252,6 @@ class GraphScheduler(Scheduler):
 
     def _remove_finished(self, running: RunningCompletion) -> None:
         """See `Scheduler`."""
-        if self.routing is not None and running.state.error is None:
-            self.routing.copy_to(running.state, running.pages)
+        if self.routing_record is not None and running.state.error is None:
+            self.routing_record.copy_to(running.state, running.pages)
         super()._remove_finished(running)

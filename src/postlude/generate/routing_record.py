@@ -54,6 +54,6 @@ def check_routing_record(config: ModelConfig) -> None:
     """Raises ValueError for a model without routers."""
     if not config.routers:
         raise ValueError(
-            f"routing=True records which experts tokens are sent to, but pattern {config.pattern} has none. Leave it "
-            "out."
+            f"record_routing=True records which experts tokens are sent to, but pattern {config.pattern} has none. "
+            "Leave it out."
         )

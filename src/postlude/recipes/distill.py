@@ -138,4 +138,4 @@ def checks(inputs: PreflightInputs) -> list[Check]:
     ]
 
 
-run = DistillTrainer.start
+run = DistillTrainer.run_config

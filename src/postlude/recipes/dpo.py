@@ -51,4 +51,4 @@ def checks(inputs: PreflightInputs) -> list[Check]:
     return [*training_checks(inputs, trial), *dataset_checks(inputs, inputs.config.data), *margin_checks(inputs)]
 
 
-run = DPOTrainer.start
+run = DPOTrainer.run_config

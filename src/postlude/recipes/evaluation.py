@@ -28,9 +28,9 @@ from postlude.recipes.run.config_changes import MAY_CHANGE
 from postlude.recipes.run.directory import check_run, open_run
 from postlude.recipes.run.machine_info import machine_info
 from postlude.recipes.run.outcome import RunOutcome
-from postlude.recipes.run.phase_timer import PhaseTimer
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
+from postlude.recipes.run.step_timer import StepTimer
 from postlude.rollout.conversations import Trajectory
 from postlude.rollout.tasks import last_tasks
 from postlude.world.agreement import on_rank0
@@ -59,7 +59,7 @@ def run(
     defaults = schema.default_values(EvalConfig)
     check_run(config.run, plain, may_change=MAY_CHANGE, defaults=defaults)
     tokenizer = load_tokenizer(config.model, config.chat_template)
-    timer, samples = PhaseTimer(), config.samples_per_prompt
+    timer, samples = StepTimer(), config.samples_per_prompt
     with ExitStack() as resources:
         environment = build_environment(
             config.environment, config.seed, tokenizer, config.sampling, config.budget, runtime.pool_factory

@@ -108,7 +108,7 @@ class GRPOTrainer(Trainer):
             self.environment,
             config.rollout,
             config.sampling,
-            routing=config.replay_routing,
+            record_routing=config.replay_routing,
             background=staleness > 0,
         )
         self.queue = RolloutQueue(
@@ -250,14 +250,14 @@ class GRPOTrainer(Trainer):
         for name in dict.fromkeys(name for result in results for name in result):
             reduce = REDUCTIONS[self.reductions.get(name, "mean")]
             metrics[name] = reduce([result[name] for result in results if name in result])
-        # The old log-probs are the rollout engine's, so the objective cannot compare the two. The first minibatch can:
-        # it trains with the weights that sampled it, so its ratio shows the mismatch of rollout engine and trainer.
-        if self.config.starts_from_rollout and "kl_old" in results[0]:
+        # If the rollout engine's log-probs are the old ones, the objective has no others to compare them with. But the
+        # first minibatch trains with the weights that sampled it, so its ratio is the mismatch of engine and trainer.
+        if self.config.first_ratio_is_mismatch and "kl_old" in results[0]:
             metrics |= mismatch_of_ratio(results[0])
         return metrics | {name: sum(result[name] for result in results) for name in ("tokens", SKIPPED)}
 
     def _begin_step(self, step: int) -> None:
-        """Sets the optimizer before the first step, and makes the current weights the reference if that is due."""
+        """Replaces the optimizer of a warm start, and makes the current weights the reference, if that is due."""
         if step == 0 and self.warm_start_steps:
             self.engine.set_optimizer(self.optimizer)
         every = self.config.reference_every
@@ -361,7 +361,7 @@ def checks(inputs: PreflightInputs, extra_columns: Mapping[str, Any] | None = No
     ]
 
 
-run = GRPOTrainer.start
+run = GRPOTrainer.run_config
 
 
 def _check_replay(inputs: PreflightInputs) -> str:

@@ -123,4 +123,4 @@ def checks(inputs: PreflightInputs) -> list[Check]:
     ]
 
 
-run = KTOTrainer.start
+run = KTOTrainer.run_config

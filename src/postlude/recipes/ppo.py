@@ -158,4 +158,4 @@ def checks(inputs: PreflightInputs) -> list[Check]:
     ]
 
 
-run = PPOTrainer.start
+run = PPOTrainer.run_config

@@ -60,4 +60,4 @@ def checks(inputs: PreflightInputs) -> list[Check]:
     ]
 
 
-run = RMTrainer.start
+run = RMTrainer.run_config

@@ -46,7 +46,7 @@ def routing_column(trajectories: Sequence[Trajectory]) -> list[Tensor]:
         raise ValueError(
             f"replay_routing needs the experts that sampled tokens were sent to, but "
             f"{len(trajectories) - len(routing)} of {len(trajectories)} completions have none. Servers do not report "
-            "them: sample with Generator(routing=True), or set replay_routing to false."
+            "them: sample with Generator(record_routing=True), or set replay_routing to false."
         )
     return routing
 

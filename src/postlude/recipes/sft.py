@@ -36,4 +36,4 @@ def checks(inputs: PreflightInputs) -> list[Check]:
     return [*training_checks(inputs, sft_batch(TRIAL_SEQUENCES)), *dataset_checks(inputs, inputs.config.data)]
 
 
-run = SFTTrainer.start
+run = SFTTrainer.run_config

@@ -1,4 +1,4 @@
-"""The training loop that every recipe shares: resume, step, log, evaluate, save, end. Start reading here.
+"""The training loop that every recipe shares: start or resume, step, log, evaluate, save, end. Start reading here.
 
 A recipe is a config (a `TrainingConfig`) and a `Trainer` whose `train_step` does one step. All randomness derives from
 the seed and the step, so a resumed run equals an uninterrupted one.
@@ -50,10 +50,10 @@ from postlude.recipes.run.directory import (
 from postlude.recipes.run.health import Health, UnhealthyRun
 from postlude.recipes.run.machine_info import machine_info
 from postlude.recipes.run.outcome import EXIT_FAILED, OutcomeStatus, RunFailed, RunOutcome, clear_outcome
-from postlude.recipes.run.phase_timer import PhaseTimer
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.signals import StopRequested, StopSignals
 from postlude.recipes.run.start_mode import EXPORTED_ADAPTER, EXPORTED_MODEL, RESUME_NEWEST, StartMode
+from postlude.recipes.run.step_timer import StepTimer
 from postlude.serving.errors import ServerError
 from postlude.world.agreement import on_rank0
 
@@ -79,7 +79,8 @@ Resource = TypeVar("Resource", bound=Closable)
 class Trainer(ABC):
     """A run in progress: its directory, its engine and its current step. Every rank has one.
 
-    The constructor reads and checks everything that the run needs. The run directory is not touched before `resume`.
+    The constructor reads and checks everything that the run needs. Nothing is written to the run directory before
+    `start_or_resume`.
     """
 
     name: str
@@ -103,7 +104,7 @@ class Trainer(ABC):
     ) -> None:
         self.config, self.runtime = config, runtime
         self.resources = ExitStack()  # closed in reverse order by `close`
-        self.run: RunDirectory = ReadOnlyRun(config.run)  # until `resume`
+        self.run: RunDirectory = ReadOnlyRun(config.run)  # until `start_or_resume`
         self.plain_config = schema.plain(config)
         check_same_config(self.plain_config)
         # How the config of an existing run is compared with this one.
@@ -137,7 +138,7 @@ class Trainer(ABC):
         )
         self.step = 0
         self.saved_step = 0
-        self.resumed_step: int | None = None  # None until `resume` has finished
+        self.resumed_step: int | None = None  # None until `start_or_resume` has finished
         self.state_before_step: dict[str, Any] | None = None  # not None during a step
         self.initial_weight_norm = 0.0
         self.resume_hint = ""
@@ -146,13 +147,13 @@ class Trainer(ABC):
         self.reductions: dict[str, Reduction] = {}  # how each metric is combined over minibatches
         self.layer_vectors: dict[str, list[float]] = {}  # sums over the step's minibatches
         self.health = Health(config.limits, config.max_skipped_steps, verbose=is_rank0())
-        self.timer = PhaseTimer()
+        self.timer = StepTimer()
 
     @classmethod
-    def start(
+    def run_config(
         cls, config: Any, device: str = "cpu", start_mode: StartMode = RESUME_NEWEST, runtime: Runtime = LOCAL_RUNTIME
     ) -> RunOutcome:
-        """Runs or resumes `config`. Every rank calls it."""
+        """Starts or resumes the run of `config`, and returns when it has ended. Every rank calls it."""
         return run_training(cls(config, device, runtime=runtime), start_mode)
 
     @property
@@ -202,8 +203,8 @@ class Trainer(ABC):
         with closing(self.run):
             self.resources.close()
 
-    def resume(self, start_mode: StartMode) -> None:
-        """Opens the run directory and loads a checkpoint. A run without a checkpoint is evaluated first."""
+    def start_or_resume(self, start_mode: StartMode) -> None:
+        """Opens the run directory and loads a checkpoint. A new run, which has none, is evaluated first."""
         # Raises if the requested checkpoint does not exist, before anything is written.
         on_rank0(lambda: self._checkpoints_to_try(start_mode.resume_from))
         self.run = open_run(self.config.run, self.plain_config, loggers=self.config.loggers, **self.config_comparison)
@@ -271,8 +272,8 @@ class Trainer(ABC):
             raise ValueError(f"{self.run.path} has no checkpoint of step {step}; it has {names}.")
         return [by_step[step]]
 
-    def run_training_step(self) -> StepMetrics:
-        """Runs one training step, then evaluates, logs and saves if due. Returns the metrics of the step."""
+    def train_and_log_step(self) -> StepMetrics:
+        """Runs `train_step`, logs its metrics and those of an evaluation, and saves if due. Returns the metrics."""
         phase, self.state_before_step, self.layer_vectors = self.phase, self.state(), {}
         metrics = self.train_step()
         self.step, self.state_before_step = self.step + 1, None
@@ -412,12 +413,12 @@ def run_training(trainer: Trainer, start_mode: StartMode = RESUME_NEWEST) -> Run
     """Runs or resumes until the last step, a signal or a failure. Every rank calls it."""
     with closing(trainer), trainer.signals:
         try:
-            trainer.resume(start_mode)
+            trainer.start_or_resume(start_mode)
             title = f"{trainer.name} {trainer.config.model}"
             with trainer.runtime.view(trainer.total_steps, title=title, start=trainer.step) as display:
                 while trainer.step < trainer.total_steps and not trainer.stop_signal:
                     display.set_phase(trainer.phase)
-                    metrics = trainer.run_training_step()
+                    metrics = trainer.train_and_log_step()
                     display.update(trainer.step, metrics)
             return trainer.stop() if trainer.stop_signal else trainer.finish()
         except UnhealthyRun as reason:

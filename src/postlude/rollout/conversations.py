@@ -126,7 +126,7 @@ class Conversations:
 
     With servers, a slow completion, tool or reward delays no other trajectory. An engine with `batched_polls` finishes
     all its requests before any trajectory continues. Without `background` trajectories advance inside `poll`; with it
-    a thread advances them continuously. Only one thread may call `start` and `poll`. `timer` measures the phases
+    a thread advances them continuously. Only one thread may call `start` and `poll`. `timer` measures the times
     "rollout" and "reward" without `background`.
     """
 

@@ -16,7 +16,7 @@ from postlude.world.agreement import Rank0Controller, on_rank0
 class ServerEngine:
     """Rollout engine backed by inference servers, which generate while the ranks train. A `DistributedEngine`.
 
-    `connect` makes the client, on rank 0. With a training `engine` and `sync`, servers get its weights before they
+    `make_client` makes the client, on rank 0. With a training `engine` and `sync`, servers get its weights before they
     generate; else they keep their own. A version of the weights is named START.STEP. START is a random id of each
     start of the run (`start_id`), because a step that is repeated after a restart may give other weights.
     """
@@ -25,7 +25,7 @@ class ServerEngine:
 
     def __init__(
         self,
-        connect: Callable[[], GenerationClient],
+        make_client: Callable[[], GenerationClient],
         *,
         engine: Engine | None = None,
         sync: SyncOptions | None = None,
@@ -35,7 +35,7 @@ class ServerEngine:
         self.controller: Rank0Controller[None, None] = Rank0Controller(lambda _: self.sync_weights())
         self._client: GenerationClient | None = None
         try:
-            self._client = connect() if self.controller.is_rank0 else None
+            self._client = make_client() if self.controller.is_rank0 else None
             self.start_id: str = on_rank0(lambda: secrets.token_hex(4), self.controller.group)
             if engine is not None and sync is not None:
                 self.sync = make_sync(engine, self._client, sync, self.controller.group)

@@ -208,7 +208,7 @@ class PolicyConfig(TrainingConfig):
         return isinstance(self.rollout, NativeRollout) and self.rollout.batch_invariant
 
     @property
-    def starts_from_rollout(self) -> bool:
+    def first_ratio_is_mismatch(self) -> bool:
         """Whether the first ratios compare sampler and trainer with equal weights, and so measure their mismatch."""
         ratio = isinstance(self.objective, PolicyGradient) and self.objective.ratio != "on_policy"
         return ratio and self.old_logprobs == "rollout" and not self.asynchrony.max_staleness

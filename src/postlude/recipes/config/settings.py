@@ -78,7 +78,7 @@ class SamplingSettings(Settings):
     """Speculative decoding with the model's first multi-token-prediction depth. The completions do not change."""
 
     @property
-    def sampling(self) -> SamplingParams:
+    def params(self) -> SamplingParams:
         """The parameters of a request, without stop tokens and seed."""
         names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop")
         return SamplingParams(**{name: getattr(self, name) for name in names})

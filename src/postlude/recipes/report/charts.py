@@ -1,4 +1,4 @@
-"""The report's charts as inline SVG: curves, phase times, distributions over time. They need no script."""
+"""The report's charts as inline SVG: curves, times of steps, distributions over time. They need no script."""
 
 from __future__ import annotations
 
@@ -202,8 +202,8 @@ def as_json(data: object) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def phases(run: RunData, index: int) -> str:
-    """Returns the chart of each phase's share of the time, and of seconds per step."""
+def step_times(run: RunData, index: int) -> str:
+    """Returns the chart of each part's share of a step's time, and of seconds per step."""
     series = {key.removeprefix(TIME): run.all_phases(key).finite for key in run.series if key.startswith(TIME)}
     series = {name: values for name, values in series.items() if len(values.values)}
     totals = {name: float(values.values.clip(min=0).sum()) for name, values in series.items()}

@@ -85,7 +85,7 @@ class LiveView:
         self._console = console or RunConsole()
         self._silent = not is_rank0() if silent is None else silent
         self._history: dict[str, deque[float]] = {}
-        self._phases: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
         self._phase = ""
         self._began = time.monotonic()
         self._ends: deque[float] = deque([self._began], maxlen=RECENT + 1)
@@ -111,7 +111,7 @@ class LiveView:
             self._live = None
 
     def set_phase(self, phase: str) -> None:
-        """Shows the current phase next to the step: "rollout", "train", "evaluation"."""
+        """Shows the current phase next to the title: "sft" in a warm start, else the recipe's name."""
         self._phase = phase
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -124,7 +124,7 @@ class LiveView:
             self._ends.append(time.monotonic())
             for label, value in _labelled_values(flat):
                 self._history.setdefault(label, deque(maxlen=REMEMBERED)).append(value)
-            self._phases = {key.removeprefix(TIME): value for key, value in flat.items() if key.startswith(TIME)}
+            self._seconds = {key.removeprefix(TIME): value for key, value in flat.items() if key.startswith(TIME)}
         if self._live is None:
             self._print(self._line(flat))
 
@@ -171,8 +171,8 @@ class LiveView:
         parts: list[RenderableType] = [head]
         if cells:
             parts.append(values)
-        if self._phases:
-            parts.append(phase_bar(self._phases, max(self._console.width - 6, 10)))
+        if self._seconds:
+            parts.append(time_bar(self._seconds, max(self._console.width - 6, 10)))
         phase = f" · {self._phase}" if self._phase else ""
         return Panel(Group(*parts), title=Text(f"{self.title}{phase}"), title_align="left", border_style="dim")
 
@@ -205,15 +205,15 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BLOCKS[round((value - low) * scale)] if math.isfinite(value) else " " for value in means)
 
 
-def phase_bar(seconds: Mapping[str, float], width: int) -> Text:
-    """Returns a bar of the phases' shares of a step, with a legend."""
+def time_bar(seconds: Mapping[str, float], width: int) -> Text:
+    """Returns a bar of the shares of a step's time, with a legend."""
     total = sum(value for value in seconds.values() if math.isfinite(value))
     bar, legend = Text(), Text("\n")
-    for index, (phase, value) in enumerate(seconds.items()):
+    for index, (part, value) in enumerate(seconds.items()):
         colour = COLOURS[index % len(COLOURS)]
         if total > 0 and math.isfinite(value):
             bar.append("━" * round(width * value / total), style=colour)
-        legend.append("■ ", style=colour).append(f"{phase} {format_duration(value)}  ", style="dim")
+        legend.append("■ ", style=colour).append(f"{part} {format_duration(value)}  ", style="dim")
     return bar + legend
 
 

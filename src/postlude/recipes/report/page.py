@@ -1,7 +1,7 @@
 """`report.html`: one run, or several side by side, on one self-contained page.
 
-Curves, phase times, distributions, samples with each token's log-prob, config. All text is escaped and the page forbids
-network access: HTML in a completion stays text.
+Curves, times of steps, distributions, samples with each token's log-prob, config. All text is escaped and the page
+forbids network access: HTML in a completion stays text.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from postlude.recipes.report.charts import as_json, colour, curve, distribution, phases
+from postlude.recipes.report.charts import as_json, colour, curve, distribution, step_times
 from postlude.recipes.report.data import RunData, read_runs
 from postlude.recipes.report.heat_maps import layer_maps
 from postlude.recipes.report.metrics import EVAL, LAYER, LENGTH, LOSS, MEMORY, PASS, REWARD, SPEED, TIME
@@ -120,7 +120,7 @@ def _curves(runs: Sequence[RunData]) -> str:
 
 
 def _times(runs: Sequence[RunData]) -> str:
-    drawn = "".join(phases(run, index) for index, run in enumerate(runs))
+    drawn = "".join(step_times(run, index) for index, run in enumerate(runs))
     return f'<h2>Where the time went</h2><div class="grid wide">{drawn}</div>' if drawn else ""
 
 

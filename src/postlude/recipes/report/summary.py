@@ -212,8 +212,8 @@ def summary_lines(summary: RunSummary) -> list[SummaryLine]:
     total = sum(summary.seconds.values())
     if total:
         by_seconds = sorted(summary.seconds.items(), key=lambda item: -item[1])
-        phases = ", ".join(f"{name} {format_share(seconds, total)}" for name, seconds in by_seconds)
-        lines.append(SummaryLine("Time", format_duration(total), phases))
+        shares = ", ".join(f"{name} {format_share(seconds, total)}" for name, seconds in by_seconds)
+        lines.append(SummaryLine("Time", format_duration(total), shares))
     if MEMORY in summary.changes:
         lines.append(
             SummaryLine("GPU memory", f"{format_number(summary.changes[MEMORY].best)} GiB", "maximum of any rank")

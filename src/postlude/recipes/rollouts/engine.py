@@ -36,7 +36,7 @@ from postlude.recipes.rollouts.server_commands import (
     vllm_max_length,
     write_model_files,
 )
-from postlude.recipes.run.phase_timer import PhaseTimer
+from postlude.recipes.run.step_timer import StepTimer
 from postlude.serving.clients.client import GenerationClient
 from postlude.serving.engine import ServerEngine
 from postlude.serving.launch.launcher import ServerCommand, ServerLauncher
@@ -55,7 +55,7 @@ def make_rollout_engine(
     sampling: SamplingSettings,
     *,
     budget: int,
-    routing: bool = False,
+    record_routing: bool = False,
     launcher: ServerLauncher | None = None,
     background: bool = False,
 ) -> DistributedEngine:
@@ -71,7 +71,7 @@ def make_rollout_engine(
             tokenizer,
             probe=probe,
             draft=sampling.draft,
-            routing=routing,
+            record_routing=record_routing,
             kv_cache_dtype=rollout.kv_cache_dtype,
             quantization=rollout.quantization,
             **generator_limits(budget),
@@ -80,12 +80,12 @@ def make_rollout_engine(
     sync = SyncOptions(run, untied=untied, probe=probe, wait=not background)
     if isinstance(rollout, SyncSettings):
         sync = replace(sync, method=rollout.sync, timeout=rollout.sync_timeout, checksum_every=rollout.checksum_every)
-    connect: Callable[[], GenerationClient]
+    make_client: Callable[[], GenerationClient]
     if isinstance(rollout, RunningServers):
-        connect = partial(connect_servers, rollout, tokenizer, engine.config.vocab_size)
+        make_client = partial(connect_servers, rollout, tokenizer, engine.config.vocab_size)
     else:
 
-        def connect() -> GenerationClient:
+        def make_client() -> GenerationClient:
             server_files, device = run.expanduser().absolute() / SERVERS, engine.device.type
             model = write_model_files(engine, tokenizer, server_files / MODEL, untied_head=untied)
             limit = vllm_max_length(engine.config, tokenizer)
@@ -102,11 +102,11 @@ def make_rollout_engine(
             server_launcher = launcher or local_launcher(server_files, training_on=device)
             return launch_servers(rollout, command, tokenizer, engine.config.vocab_size, server_launcher)
 
-    return ServerEngine(connect, engine=engine, sync=sync)
+    return ServerEngine(make_client, engine=engine, sync=sync)
 
 
 @contextmanager
-def offloading(engine: Engine | None, timer: PhaseTimer) -> Iterator[None]:
+def offloading(engine: Engine | None, timer: StepTimer) -> Iterator[None]:
     """Moves the engine, if one is given, to host memory for the block, and back to its device after it."""
     if engine is None:
         yield
@@ -132,7 +132,7 @@ def make_eval_engine(
 ) -> DistributedEngine:
     """Returns the rollout engine of servers whose weights stay. Arguments are those of `make_rollout_engine`."""
 
-    def connect() -> GenerationClient:
+    def make_client() -> GenerationClient:
         config = read_model(model)[1]
         if isinstance(rollout, RunningServers):
             return connect_servers(rollout, tokenizer, config.vocab_size)
@@ -141,7 +141,7 @@ def make_eval_engine(
         server_launcher = launcher or local_launcher(run.expanduser().absolute() / SERVERS, training_on="cpu")
         return launch_servers(rollout, command, tokenizer, config.vocab_size, server_launcher)
 
-    return ServerEngine(connect)
+    return ServerEngine(make_client)
 
 
 def launch_servers(

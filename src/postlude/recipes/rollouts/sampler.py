@@ -21,8 +21,8 @@ from postlude.recipes.report.metrics import COMPONENTS, DRAFTS, LENGTH, LENGTHS,
 from postlude.recipes.rollouts.engine import make_rollout_engine, offloading
 from postlude.recipes.rollouts.prompts import encode_prompt, prompt_source
 from postlude.recipes.run.directory import Sample
-from postlude.recipes.run.phase_timer import PhaseTimer
 from postlude.recipes.run.signals import StopSignals
+from postlude.recipes.run.step_timer import StepTimer
 from postlude.recipes.trainer import StepMetrics, Trainer
 from postlude.rollout.conversations import (
     REWARD_FAILED,
@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """The minibatches and metrics of one rollout phase."""
+    """The minibatches and metrics of the rollouts of one step."""
 
     metrics: StepMetrics
     minibatches: list[Batch]
@@ -67,13 +67,13 @@ class RolloutSampler:
         *,
         budget: int,
         seed: int,
-        timer: PhaseTimer,
+        timer: StepTimer,
         background: bool = False,
         signals: StopSignals | None = None,
         offloaded_engine: Engine | None = None,
     ) -> None:
         self.rollout_engine, self.environment, self.settings = rollout_engine, environment, settings
-        self.params = replace(settings.sampling, stop_tokens=settings.stop_ids(tokenizer))
+        self.params = replace(settings.params, stop_tokens=settings.stop_ids(tokenizer))
         self.budget, self.seed, self.timer = budget, seed, timer
         self.background, self.signals, self.offloaded_engine = background, signals, offloaded_engine
         self._reported_lost_workers = 0
@@ -182,7 +182,7 @@ def open_rollout_sampler(
     rollout: Rollout,
     sampling: SamplingSettings,
     *,
-    routing: bool = False,
+    record_routing: bool = False,
     background: bool = False,
 ) -> RolloutSampler:
     """Opens a rollout engine that gets the trainer's weights, and returns its sampler. The trainer closes both."""
@@ -196,7 +196,7 @@ def open_rollout_sampler(
                 config.run,
                 sampling,
                 budget=config.budget,
-                routing=routing,
+                record_routing=record_routing,
                 launcher=trainer.runtime.launcher,
                 background=background,
             )

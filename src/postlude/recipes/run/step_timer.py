@@ -1,4 +1,4 @@
-"""PhaseTimer: seconds by phase of a step."""
+"""StepTimer: the seconds of each part of a step, such as "rollout" and "train"."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from postlude.recipes.report.metrics import TIME
 
 
-class PhaseTimer:
-    """Counts the seconds of a step's phases. A phase inside another one counts to the outer one only."""
+class StepTimer:
+    """Counts the seconds of the parts of a step. A part inside another one counts to the outer one only."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._running = False
 
     @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
+    def __call__(self, part: str) -> Iterator[None]:
         """Counts the time of the body."""
         if self._running:
             yield
@@ -27,9 +27,9 @@ class PhaseTimer:
             yield
         finally:
             self._running = False
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - started
 
     def take(self) -> dict[str, float]:
         """Returns the seconds so far as metrics, and starts again from zero."""
         seconds, self.seconds = self.seconds, {}
-        return {f"{TIME}{phase}": value for phase, value in seconds.items()}
+        return {f"{TIME}{part}": value for part, value in seconds.items()}
