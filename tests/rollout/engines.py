@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from postlude.generate.protocol import PollAdapter, RolloutEngine
+from postlude.generate.protocol import BatchedPollEngine, RolloutEngine
 from postlude.world.agreement import Rank0Controller
 
 
-class SingleRankEngine(PollAdapter):
+class SingleRankEngine(BatchedPollEngine):
     """A rollout engine with the methods that a run calls, for one rank."""
 
     def __init__(self, engine: RolloutEngine) -> None:

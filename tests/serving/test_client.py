@@ -25,7 +25,7 @@ import torch
 from postlude import LanguageModel, export_hf, load_model, load_tokenizer, pack
 from postlude.generate.counter_rng import rng_key
 from postlude.generate.generator import Generator
-from postlude.generate.protocol import AsyncRolloutEngine, PollAdapter, Request
+from postlude.generate.protocol import AsyncRolloutEngine, BatchedPollEngine, Request
 from postlude.generate.sampling_params import SamplingParams
 from postlude.rollout.environments import Transcript
 from postlude.serving.clients import server_pool
@@ -370,7 +370,7 @@ def transformers_serve(directory: Path, home: Path) -> Iterator[str]:
 
 def test_submitted_completions_are_those_of_generate(server: Server) -> None:
     sampling = [SamplingParams(max_new_tokens=4, seed=seed, ignore_eos=True) for seed in (7, 30)]
-    remote, native = GenerationClient(server.url, "tiny"), PollAdapter(server.generator)
+    remote, native = GenerationClient(server.url, "tiny"), BatchedPollEngine(server.generator)
     assert isinstance(native, AsyncRolloutEngine)
     for engine, generate in ((remote, remote.generate), (native, server.generator.generate)):
         expected = generate(PROMPTS[:2], sampling, n=2)

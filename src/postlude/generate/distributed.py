@@ -14,7 +14,7 @@ from postlude.engine import Engine
 from postlude.engine.base_weights import adapter_matrices, copy_base
 from postlude.generate.generator import Generator
 from postlude.generate.probe import Probe, ProbeResult, WeightProbe, WeightsDiffer
-from postlude.generate.protocol import AsyncRolloutEngine, Completion, PollAdapter
+from postlude.generate.protocol import AsyncRolloutEngine, BatchedPollEngine, Completion
 from postlude.generate.sampling_params import SamplingParams, sampling_per_prompt
 from postlude.hf.read_model import end_tokens
 from postlude.model import LanguageModel
@@ -45,7 +45,7 @@ class DistributedEngine(AsyncRolloutEngine, Protocol):
         """Releases memory, connections and threads."""
 
 
-class ReplicatedGenerator(PollAdapter):
+class ReplicatedGenerator(BatchedPollEngine):
     """The full model on every rank. Each rank generates the completions of some of the prompts.
 
     The same seeds give the same completions on any number of ranks. If every rank makes the same call of `generate`,

@@ -135,7 +135,7 @@ class AsyncRolloutEngine(Protocol):
         """Returns completions finished since the last call. Waits up to `timeout` seconds for one, forever if None."""
 
 
-class PollAdapter:
+class BatchedPollEngine:
     """Gives an engine that has `generate`, such as the native generator, `submit` and `poll`.
 
     The next `poll` generates all submitted requests as one batch. Completions depend on the seed of their request, not

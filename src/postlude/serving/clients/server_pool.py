@@ -220,7 +220,7 @@ class ServerPool:
             await self._notify()
 
     async def servers_to_update(self, weights: Weights) -> list[RemoteServer]:
-        """Returns the servers that reply and lack these weights, so that the caller sends them.
+        """Makes these the newest weights. Returns the servers that reply and lack them, so that the caller sends them.
 
         Unavailable servers are tried once per version. A server that connects later gets the next update.
         """
@@ -235,7 +235,7 @@ class ServerPool:
         await asyncio.gather(*(self._check_version(server) for server in self.servers if server.state == "up"))
         async with self._changed:
             while not (alive := [server for server in self.servers if server.state in ("up", "needs_weights")]):
-                self._raise_outage()
+                self._raise_if_outage()
                 await self._changed.wait()
         return [server for server in alive if not server.has_weights(weights)]
 
@@ -305,7 +305,7 @@ class ServerPool:
         self._connect_new()
         async with self._changed:
             while not self.count_up():
-                self._raise_outage()
+                self._raise_if_outage()
                 await self._changed.wait()
 
     def _connect_new(self) -> None:
@@ -313,7 +313,7 @@ class ServerPool:
             if server.state == "connecting":
                 self._start_connecting(server)
 
-    def _raise_outage(self) -> None:
+    def _raise_if_outage(self) -> None:
         if outage := self._check_outage():
             raise ServerError(outage)
 
