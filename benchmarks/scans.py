@@ -76,7 +76,7 @@ def layer(symbol: str, hidden_size: int, block: BlockConfig) -> Callable[[Packin
         hidden = normal(packing, hidden_size)
 
         def forward() -> Tensor:
-            return built_layer(hidden, ForwardContext(microbatch, scans=backend(kernels)))
+            return built_layer(hidden, ForwardContext(microbatch, scan_backend=backend(kernels)))
 
         return forward, [hidden, *built_layer.parameters()]
 

@@ -105,7 +105,7 @@ class Counting(Block):
             self.metric_sums.add({"tokens": tokens.sum()})
         return 0.0 * hidden
 
-    def count_buffers(self) -> tuple[Tensor, ...]:
+    def token_counters(self) -> tuple[Tensor, ...]:
         return (self.tokens,)
 
     def after_optimizer_step(self) -> None:

@@ -247,13 +247,13 @@ def test_selection_bias_balances_load_and_changes_no_weight() -> None:
     moe.after_optimizer_step()
     assert torch.equal(moe.selection_bias - before, 0.002 * torch.sign(first.float().mean() - first))
     for _ in range(400):
-        for counted in moe.count_buffers():
+        for counted in moe.token_counters():
             counted.zero_()
         moe.route(tokens, ForwardContext(microbatch))
         moe.after_optimizer_step()
     last = torch.bincount(moe.choose(scores).flatten(), minlength=8).float()
     assert last.std() < 0.25 * first.float().std()
-    assert not list(block().count_buffers())
+    assert not list(block().token_counters())
 
 
 @pytest.mark.parametrize(

@@ -148,8 +148,8 @@ def test_fla_backend_without_the_package_gives_clear_error() -> None:
 def test_model_passes_the_backend_to_its_blocks(pattern: str) -> None:
     (microbatch,) = pack(sequences(5, 1, 8), budget=64, depths=1)
 
-    def run(scans: Any) -> Tensor:
-        return LanguageModel(small_config(pattern), scans=scans)(microbatch, output_processor=last_hidden)
+    def run(scan_backend: Any) -> Tensor:
+        return LanguageModel(small_config(pattern), scan_backend=scan_backend)(microbatch, output_processor=last_hidden)
 
     assert torch.equal(run("torch"), run("auto"))
     with pytest.raises(RuntimeError, match=MISSING):
@@ -169,7 +169,7 @@ def test_engine_passes_the_backend_to_its_model(ranks: Any) -> None:
 
 
 def refused_by_an_engine(group: Any) -> str:
-    engine = Engine(small_config("M"), mesh=mesh(Layout()), budget=32, scans="fla")
+    engine = Engine(small_config("M"), mesh=mesh(Layout()), budget=32, scan_backend="fla")
     with pytest.raises(RuntimeError) as failed:
         engine.logprobs(Batch(sequences(5, 3)))
     return str(failed.value)

@@ -76,7 +76,7 @@ class Adapters:
         config: ModelConfig,
         family: Family | None,
         blocks: BlockTable,
-        weights: WeightStorage,
+        weight_storage: WeightStorage,
     ) -> None:
         self.enabled = lora is not None
         """Whether the model is frozen and adapters are trained."""
@@ -84,7 +84,7 @@ class Adapters:
         """The adapter of each layer of the whole model, by the adapter's name and the layer's global name."""
         self._fingerprint: str | None = None
         if lora is not None:
-            _check_options(config, weights)
+            _check_options(config, weight_storage)
             for name, settings in ({DEFAULT: lora} if isinstance(lora, LoRA) else lora).items():
                 self.check_new(name)
                 self.by_name[name] = adapter_configs(settings, config, family, blocks)
@@ -154,12 +154,12 @@ class Adapters:
         return self._fingerprint
 
 
-def _check_options(config: ModelConfig, weights: WeightStorage) -> None:
+def _check_options(config: ModelConfig, weight_storage: WeightStorage) -> None:
     """Raises ValueError for options of an engine that adapters contradict."""
-    if weights != "fp32":
+    if weight_storage != "fp32":
         raise ValueError(
-            f"weights={weights!r} stores trained weights below fp32, but with lora the model is stored in the compute "
-            'dtype and the adapters, which are small, in fp32. Use weights="fp32".'
+            f"weights={weight_storage!r} stores trained weights below fp32, but with lora the model is stored in the "
+            'compute dtype and the adapters, which are small, in fp32. Use weights="fp32".'
         )
     if rates := [rate for block in config.blocks.values() if (rate := getattr(block, RATE, 0.0))]:
         raise ValueError(f"{RATE}={rates[0]} changes biases of the model, which lora freezes. Use 0.")

@@ -21,7 +21,7 @@ from postlude.data.batch import BatchSharding
 from postlude.data.bins import BinPlan, plan_bins, plan_sharded_bins
 from postlude.data.microbatch import ROUTING
 from postlude.data.packing import BatchContent, build_microbatches, has_no_dtype, read_content, sequence_lengths
-from postlude.engine.consistency import ConsistencyCheck, for_backend
+from postlude.engine.consistency import ConsistencyCheck, cpu_if_gloo
 from postlude.engine.normalizer import count_name
 from postlude.model.config import ModelConfig
 from postlude.model.routing import check_experts
@@ -72,34 +72,34 @@ class LocalBatch:
         mesh, ranks = self.mesh, self.mesh.dp.size
         members = [self.plan.members(range(rank, len(self.plan.bins), ranks)) for rank in range(ranks)]
         sizes = [sum(self.plan.lengths[member] for member in sequences) for sequences in members]
-        returned_ranks = [mesh.dp.rank] if self.sharded else list(range(ranks))
+        source_ranks = [mesh.dp.rank] if self.sharded else list(range(ranks))
         results = {}
         for name, dtype, trailing in self._result_types(values):
             local = torch.zeros((sizes[mesh.dp.rank], *trailing), dtype=dtype, device=device)
             if values:
                 self._write_values([value[name].detach() for value in values], local, members[mesh.dp.rank], shifted)
             by_sequence: dict[int, Tensor] = {}
-            tokens_by_rank = self._exchange(local, sizes, returned_ranks, on_last_stage=bool(values))
-            for rank, tokens in zip(returned_ranks, tokens_by_rank, strict=True):
+            tokens_by_rank = self._exchange(local, sizes, source_ranks, on_last_stage=bool(values))
+            for rank, tokens in zip(source_ranks, tokens_by_rank, strict=True):
                 lengths = [self.plan.lengths[member] for member in members[rank]]
                 by_sequence |= zip(members[rank], tokens.split_with_sizes(lengths), strict=True)
             results[name] = [by_sequence[member] for member in sorted(by_sequence)]
         return results
 
     def _exchange(
-        self, local: Tensor, sizes: Sequence[int], returned_ranks: Sequence[int], *, on_last_stage: bool
+        self, local: Tensor, sizes: Sequence[int], source_ranks: Sequence[int], *, on_last_stage: bool
     ) -> list[Tensor]:
-        """Returns the values of each of `returned_ranks`, [sizes[rank], ...] on the CPU. `local` are this rank's.
+        """Returns the values of each of `source_ranks`, [sizes[rank], ...] on the CPU. `local` are those of this rank.
 
         They are sent as bytes, which every backend supports. Of the context-parallel ranks that share a sequence, one
         has a token's value and the others have zeros, so the sum is the value.
         """
         mesh, trailing, padded_size = self.mesh, local.shape[1:], max(sizes)
         width = math.prod(trailing) * local.dtype.itemsize  # bytes per token; this rank may have no tokens
-        data = for_backend(local).view(-1).view(torch.uint8).view(len(local), width)
+        data = cpu_if_gloo(local).view(-1).view(torch.uint8).view(len(local), width)
         if on_last_stage and mesh.cp.group is not None:
             dist.all_reduce(data, group=mesh.cp.group)
-        if len(returned_ranks) > 1:
+        if len(source_ranks) > 1:
             padded = data.new_zeros((padded_size, width))
             padded[: len(data)] = data
             data = padded.new_zeros((len(sizes) * padded_size, width))
@@ -107,7 +107,7 @@ class LocalBatch:
                 dist.all_gather_into_tensor(data, padded, group=mesh.dp.group)
         if mesh.pp.group is not None:
             dist.broadcast(data, group=mesh.pp.group, group_src=mesh.pp.size - 1)
-        received = [data[index * padded_size :][: sizes[rank]].cpu() for index, rank in enumerate(returned_ranks)]
+        received = [data[index * padded_size :][: sizes[rank]].cpu() for index, rank in enumerate(source_ranks)]
         return [tokens.view(-1).view(local.dtype).view(len(tokens), *trailing) for tokens in received]
 
     def _write_values(self, values: Sequence[Tensor], output: Tensor, members: Sequence[int], shifted: bool) -> None:
@@ -341,7 +341,7 @@ def _column_sums(microbatches: Sequence[Microbatch], mesh: Mesh, device: torch.d
     names = list(columns[0])
     sums = [sum(float(by_name[name].sum(dtype=torch.float64)) for by_name in columns) for name in names]
     if names and mesh.dp.group is not None:
-        totals = for_backend(torch.tensor(sums, dtype=torch.float64, device=device))
+        totals = cpu_if_gloo(torch.tensor(sums, dtype=torch.float64, device=device))
         dist.all_reduce(totals, group=mesh.dp.group)
         sums = totals.tolist()
     return dict(zip(names, sums, strict=True))

@@ -225,7 +225,7 @@ def load(
         gather_and_decide(lambda: reader.read_into(shards), lambda _: None)
     for saved in saved_parts:
         saved.restore_counts()
-    trained.failure_state.recovered(weights=adapter is None, adapter=adapter)
+    trained.failure_state.mark_recovered(weights=adapter is None, adapter=adapter)
     if random_states:
         torch.set_rng_state(random_states["cpu"])
     if "cuda" in random_states:

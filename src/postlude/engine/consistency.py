@@ -74,7 +74,7 @@ class ConsistencyCheck:
             return failed_rank
         integers = [integer for name in values for integer in values[name]]
         data = torch.tensor([failed_rank, *integers, *map(_negate, integers)], dtype=torch.int64, device=self.device)
-        data = for_backend(data)
+        data = cpu_if_gloo(data)
         dist.all_reduce(data, dist.ReduceOp.MAX)
         failed_rank, *maxima = data.tolist()
         highest, lowest = iter(maxima[: len(integers)]), map(_negate, maxima[len(integers) :])
@@ -88,6 +88,6 @@ def _negate(integer: int) -> int:
     return UNKNOWN if integer == UNKNOWN else -integer
 
 
-def for_backend(tensor: Tensor) -> Tensor:
+def cpu_if_gloo(tensor: Tensor) -> Tensor:
     """Returns the tensor on the CPU if the backend is gloo, which sends from there; else as it is."""
     return tensor.cpu() if dist.is_initialized() and dist.get_backend() == "gloo" else tensor

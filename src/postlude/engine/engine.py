@@ -57,7 +57,7 @@ class Engine(TrainingStateProperties):
     source: what `load_model` takes. A `ModelConfig` starts from random weights; if it names no Hugging Face family, its
         tensors are streamed under Postlude's names. For a `Recast`, `new_tensors` names those that the source lacked.
     device: by default the one that `postlude.ranks()` chose for this rank.
-    recompute, scans, head: as for `LanguageModel`.
+    recompute, scan_backend, head: as for `LanguageModel`.
     critic: adds a value head, initially zero. It is trained, clipped, saved and loaded like every other parameter,
         and is not part of streamed or exported weights.
     mtp: loads the multi-token-prediction depths of the source and trains them with an objective that requests them
@@ -89,7 +89,7 @@ class Engine(TrainingStateProperties):
         compute_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         recompute: Recompute = "none",
-        scans: ScanBackend = "auto",
+        scan_backend: ScanBackend = "auto",
         head: HeadConfig | None = None,
         critic: bool = False,
         mtp: bool = False,
@@ -109,7 +109,7 @@ class Engine(TrainingStateProperties):
         self.device = group_device() if device is None else torch.device(device)
         self.mesh = mesh or Mesh(layout or Layout(), self.device.type)
         check_overlap(overlap, pp=self.mesh.layout.pp, vpp=self.mesh.layout.vpp)
-        self.budget, self.overlap, self.weights, self.critic, self.mtp = budget, overlap, weights, critic, mtp
+        self.budget, self.overlap, self.critic, self.mtp = budget, overlap, critic, mtp
         self.block_types, self.families = blocks, families
         source = with_mtp(source, families, blocks) if mtp else source
         self.family, self.config = read_model(source, families, blocks)
@@ -125,13 +125,13 @@ class Engine(TrainingStateProperties):
             device=self.device,
             compute_dtype=self.compute_dtype,
             recompute=recompute,
-            scans=scans,
+            scan_backend=scan_backend,
             head=head or HeadConfig(),
             critic=critic,
             mtp=mtp,
             overlap=overlap,
             gather_once=gather_once,
-            weights=weights,
+            weight_storage=weights,
             fp8=fp8,
             blocks=blocks,
             frozen=self.adapters.enabled,
@@ -272,7 +272,7 @@ class Engine(TrainingStateProperties):
             norm = float(norm_on_device)  # synchronises here, after all kernels of the step are launched
             finite = math.isfinite(norm)
             if finite:
-                gradients.all_reduce_counters(self.local_stages.counters, self.mesh)
+                gradients.all_reduce_counters(self.local_stages.token_counters, self.mesh)
                 for block in self.local_stages.blocks:
                     block.after_optimizer_step()
         training_state.count_step(finite)
@@ -290,7 +290,7 @@ class Engine(TrainingStateProperties):
     def zero_grad(self) -> None:
         """Frees the gradients, and zeroes the blocks' counters."""
         self.failure_state.check()
-        self.failure_state.recovered()
+        self.failure_state.mark_recovered()
         self.training_state.zero_grad()
 
     def grad_norm(self) -> float:

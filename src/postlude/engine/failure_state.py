@@ -49,7 +49,7 @@ class FailureState:
         if self.offloaded:
             raise RuntimeError(OFFLOADED)
 
-    def recovered(self, *, weights: bool = False, adapter: str | None = None) -> None:
+    def mark_recovered(self, *, weights: bool = False, adapter: str | None = None) -> None:
         """Records that an adapter's gradients were freed (by default the active one), or all `weights` were loaded."""
         self.lost_gradients.pop(self.adapter if adapter is None else adapter, None)
         if weights:

@@ -36,20 +36,20 @@ def build(
     config: OptimizerConfig,
     parameters: Mapping[str, nn.Parameter],
     matrices: Collection[str],
-    weights: WeightStorage = "fp32",
+    weight_storage: WeightStorage = "fp32",
 ) -> ShardedAdamW | ShardedSGD:
-    """Returns the optimizer of these parameters, stored as `weights` says. `matrices` names those that are matrices."""
+    """Returns the optimizer of these parameters. `matrices` names those that are matrices."""
     if isinstance(config, AdamW):
-        return ShardedAdamW(config, parameters, matrices, weights)
-    if weights != "fp32":
-        raise ValueError(f"weights={weights!r} need AdamW, but the optimizer is SGD. Store them in fp32.")
+        return ShardedAdamW(config, parameters, matrices, weight_storage)
+    if weight_storage != "fp32":
+        raise ValueError(f"weights={weight_storage!r} need AdamW, but the optimizer is SGD. Store them in fp32.")
     return ShardedSGD(config, parameters, matrices)
 
 
-def optimizer_kind(config: OptimizerConfig, weights: WeightStorage) -> str:
+def optimizer_kind(config: OptimizerConfig, weight_storage: WeightStorage) -> str:
     """Returns the kind of state that a checkpoint holds. Only an optimizer of the same kind can load it."""
     moments = ", 8-bit moments" if isinstance(config, AdamW) and config.moments == "8bit" else ""
-    return f"{type(config).__name__}{moments}{'' if weights == 'fp32' else f', {weights} weights'}"
+    return f"{type(config).__name__}{moments}{'' if weight_storage == 'fp32' else f', {weight_storage} weights'}"
 
 
 def state_shard(state: Tensor, parameter: Tensor) -> TensorShard:
@@ -65,7 +65,7 @@ class ShardedAdamW(torch.optim.Optimizer):
     """AdamW with each parameter's state as plain tensors of this rank's shard.
 
     With `moments="8bit"` the moments of matrices have eight bits; with `offload` the state of matrices is in host
-    memory. With `weights="split"` the state has the lower 16 bits of fp32 weights, and the
+    memory. With `weight_storage="split"` the state has the lower 16 bits of fp32 weights, and the
     parameters are the upper 16, as bf16.
     """
 
@@ -74,9 +74,9 @@ class ShardedAdamW(torch.optim.Optimizer):
         config: AdamW,
         parameters: Mapping[str, nn.Parameter],
         matrices: Collection[str],
-        weights: WeightStorage = "fp32",
+        weight_storage: WeightStorage = "fp32",
     ) -> None:
-        self.config, self.weights = config, weights
+        self.config, self.weight_storage = config, weight_storage
         self.names = {parameter: name for name, parameter in parameters.items()}
         self.matrices = dict.fromkeys(parameter for name, parameter in parameters.items() if name in matrices)
         self.scale: Tensor | None = None  # during `clipped_step`: [clip factor, 1 if the norm is finite else 0]
@@ -228,7 +228,7 @@ class ShardedAdamW(torch.optim.Optimizer):
                 specs[name + SCALES] = scales_shape(shape), torch.float32
             else:
                 specs[name] = shape, torch.float32
-        if parameter.dtype == torch.bfloat16 and self.weights == "split":
+        if parameter.dtype == torch.bfloat16 and self.weight_storage == "split":
             specs[LOW] = shape, torch.int16
         on_host = is_matrix and self.config.offload
         state = {

@@ -56,9 +56,9 @@ class Stages:
         return [block for stage in self.models.values() for block in stage.blocks]
 
     @property
-    def counters(self) -> list[Tensor]:
+    def token_counters(self) -> list[Tensor]:
         """The blocks' counters of this rank's tokens since the last optimizer step."""
-        return [counter for block in self.blocks for counter in block.count_buffers()]
+        return [counter for block in self.blocks for counter in block.token_counters()]
 
     @property
     def matrices(self) -> frozenset[str]:
@@ -105,13 +105,13 @@ class StageBuilder:
     device: torch.device
     compute_dtype: torch.dtype
     recompute: Recompute
-    scans: ScanBackend
+    scan_backend: ScanBackend
     head: HeadConfig
     critic: bool
     mtp: bool
     overlap: Overlap
     gather_once: bool
-    weights: WeightStorage
+    weight_storage: WeightStorage
     fp8: bool
     blocks: BlockTable
     frozen: bool
@@ -172,10 +172,10 @@ class StageBuilder:
                 mesh=self.mesh,
                 stage=Stage(index, self.mesh.layout.stages),
                 recompute=self.recompute,
-                scans=self.scans,
+                scan_backend=self.scan_backend,
                 head=self.head,
                 value_head=self.critic,
-                dtype=self.compute_dtype if self.frozen else None if self.weights == "fp32" else torch.bfloat16,
+                dtype=self.compute_dtype if self.frozen else None if self.weight_storage == "fp32" else torch.bfloat16,
                 blocks=self.blocks,
                 adapters=self.adapters,
                 batch_invariant=self.batch_invariant,

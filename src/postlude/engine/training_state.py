@@ -59,13 +59,13 @@ class TrainingState:
     @property
     def optimizer_kind(self) -> str:
         """The kind of the optimizer's state."""
-        return optimizers.optimizer_kind(self.optimizer_config, self.builder.weights)
+        return optimizers.optimizer_kind(self.optimizer_config, self.builder.weight_storage)
 
     def step_config(self, step_config: OptimizerConfig | None) -> OptimizerConfig:
         """Returns the settings of one step: `step_config`, or the optimizer's own. Raises if its state would differ."""
         if step_config is None:
             return self.optimizer_config
-        kind = optimizers.optimizer_kind(step_config, self.builder.weights)
+        kind = optimizers.optimizer_kind(step_config, self.builder.weight_storage)
         on_host = isinstance(step_config, AdamW) and step_config.offload
         if kind != self.optimizer_kind or on_host != getattr(self.optimizer_config, "offload", False):
             raise ValueError(
@@ -95,12 +95,12 @@ class TrainingState:
         self.optimizer_start_step, self.steps_without_gradients, self.late_start_steps = self.step, 0, {}
 
     def _build_optimizer(self, config: OptimizerConfig) -> optimizers.ShardedAdamW | optimizers.ShardedSGD:
-        return optimizers.build(config, self.parameters, self.stages.matrices, self.builder.weights)
+        return optimizers.build(config, self.parameters, self.stages.matrices, self.builder.weight_storage)
 
     def zero_grad(self) -> None:
         """Frees the gradients, and zeroes the blocks' counters."""
         self.optimizer.zero_grad(set_to_none=True)
-        for counter in self.stages.counters:
+        for counter in self.stages.token_counters:
             counter.zero_()
 
     @torch.no_grad()

@@ -88,7 +88,7 @@ class ForwardContext:
         *,
         decode_state: DecodeState | None = None,
         recompute: Recompute = "none",
-        scans: ScanBackend = "auto",
+        scan_backend: ScanBackend = "auto",
         routers: Sequence[str] = (),
         recorder: Recorder = NO_RECORDER,
     ) -> None:
@@ -96,7 +96,7 @@ class ForwardContext:
         self.mesh = mesh or Mesh.single_rank()
         self.decode_state = decode_state
         self.recompute = recompute
-        self.scans = scans
+        self.scan_backend = scan_backend
         self.routers = routers
         self.recorder = recorder
         self.token_mask = self._local_token_mask()
@@ -107,7 +107,9 @@ class ForwardContext:
     def mtp_contexts(self) -> list[ForwardContext]:
         """Returns the contexts of the MTP depths. Depths choose their experts themselves."""
         return [
-            ForwardContext(microbatch, self.mesh, recompute=self.recompute, scans=self.scans, recorder=self.recorder)
+            ForwardContext(
+                microbatch, self.mesh, recompute=self.recompute, scan_backend=self.scan_backend, recorder=self.recorder
+            )
             for microbatch in self.microbatch.mtp_microbatches
         ]
 

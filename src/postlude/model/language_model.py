@@ -62,7 +62,7 @@ class LanguageModel(FSDPUnit):
 
     `mesh` says which part of every layer this rank holds; by default there is a single rank. `recompute` is the
     activation recompute of each logical layer (one bracket group of the pattern): "none", all but expensive results
-    ("selective"), or everything ("full"). `scans` is the kernel backend of recurrent blocks (`postlude.ops.ssd.ssd`),
+    ("selective"), or everything ("full"). `scan_backend` has the kernels of recurrent blocks (`postlude.ops.ssd.ssd`),
     `head` the backend and memory limit of the output head. With `value_head` the last stage also has a value head, one
     scalar per token, initially zero; an export leaves it out.
     `dtype` is that of all parameters but those that a block keeps in fp32; by default torch's own. `adapters` are those
@@ -80,7 +80,7 @@ class LanguageModel(FSDPUnit):
         mesh: Mesh | None = None,
         stage: Stage | None = None,
         recompute: Recompute = "none",
-        scans: ScanBackend = "auto",
+        scan_backend: ScanBackend = "auto",
         head: HeadConfig = DEFAULT_HEAD,
         value_head: bool = False,
         dtype: torch.dtype | None = None,
@@ -91,7 +91,7 @@ class LanguageModel(FSDPUnit):
         super().__init__()
         self.config, self.routers = config, config.routers
         self.mesh, self.stage = mesh or Mesh.single_rank(), stage or Stage()
-        self.recompute, self.scans, self.head_config = recompute, scans, head
+        self.recompute, self.scan_backend, self.head_config = recompute, scan_backend, head
         self.block_types, self.batch_invariant = blocks, batch_invariant
         check_choice("recompute", recompute, get_args(Recompute))
         with default_dtype(dtype):
@@ -247,7 +247,7 @@ class LanguageModel(FSDPUnit):
             self.mesh,
             decode_state=decode_state,
             recompute=self.recompute,
-            scans=self.scans,
+            scan_backend=self.scan_backend,
             routers=tuple(self.routers),
             recorder=recorder,
         )
@@ -269,7 +269,7 @@ class LanguageModel(FSDPUnit):
         return processor(inputs, processor_context)
 
     def draft(self, hidden: Tensor, microbatch: Microbatch, decode_state: DecodeState) -> OutputInputs:
-        """Returns the outputs of the first MTP depth for final states [T / tp, H], for speculative decoding.
+        """Returns the head's inputs at the first MTP depth, from final states [T / tp, H], for speculative decoding.
 
         The microbatch has the token after each state. A generator calls this once that token is sampled; training uses
         `OutputInputs.depths`.

@@ -47,7 +47,7 @@ class OutputHead:
     """The microbatch's targets [T] and how many of them are not -100."""
 
     def gather(self, hidden: Tensor) -> Tensor:
-        """Gathers hidden states, [T / tp, H] -> [T, H], for a projection to this rank's vocabulary entries."""
+        """Gathers hidden states for a projection to this rank's vocabulary: [T / tp, H] -> [T, H], or [T, H + rank]."""
         gathered = gather_from_sequence(hidden, self.tp.group)
         return gathered if self.adapter is None else self.adapter.extend_rows(gathered)
 

@@ -52,11 +52,11 @@ def one_f_one_b(*, pp: int, vpp: int, microbatches: int, rank: int, forward_only
 
     `forward_only` leaves out the backwards.
     """
-    forwards, backwards, first_group = _actions(pp, vpp, microbatches, rank)
+    forwards, backwards, first_group_size = _actions(pp, vpp, microbatches, rank)
     if forward_only:
         return tuple(forwards)
     warm_up_per_later_rank = 2 if vpp > 1 else 1
-    warm_up = warm_up_per_later_rank * (pp - rank - 1) + (vpp - 1) * first_group
+    warm_up = warm_up_per_later_rank * (pp - rank - 1) + (vpp - 1) * first_group_size
     remaining = forwards[warm_up:]
     alternating = chain.from_iterable(zip(remaining, backwards, strict=False))
     return (*forwards[:warm_up], *alternating, *backwards[len(remaining) :])
@@ -70,9 +70,9 @@ def rank_schedule(
     For "zero_bubble" see `zero_bubble`. With `forward_only`, nothing is overlapped.
 
     Both actions of an entry start and end with it, so their inputs must be there one entry earlier: a rank warms up
-    with one forward more than in interleaved order, and in plain 1F1B with one more per rank after
-    it. It has at most min(vpp·microbatches, 2(pp - rank) + (vpp - 1)g) forwards in flight, one more than in interleaved
-    order, and the step takes the same time.
+    with one forward more than in interleaved order. This holds for vpp = 1 too: two forwards per later rank and one
+    more, where 1F1B has one per later rank. A rank has at most min(vpp·microbatches, 2(pp - rank) + (vpp - 1)g)
+    forwards in flight, one more than in interleaved order, and the step takes the same time.
     """
     if overlap == ZERO_BUBBLE and not forward_only:
         check_overlap(overlap, pp=pp, vpp=vpp)
@@ -80,8 +80,8 @@ def rank_schedule(
     if not overlap or forward_only:
         actions = one_f_one_b(pp=pp, vpp=vpp, microbatches=microbatches, rank=rank, forward_only=forward_only)
         return tuple((action,) for action in actions)
-    forwards, backwards, first_group = _actions(pp, vpp, microbatches, rank)
-    warm_up = 2 * (pp - rank - 1) + (vpp - 1) * first_group + 1
+    forwards, backwards, first_group_size = _actions(pp, vpp, microbatches, rank)
+    warm_up = 2 * (pp - rank - 1) + (vpp - 1) * first_group_size + 1
     paired = tuple(zip(forwards[warm_up:], backwards, strict=False))
     unpaired = backwards[len(paired) :]
     return (*((action,) for action in forwards[:warm_up]), *paired, *((action,) for action in unpaired))

@@ -90,7 +90,7 @@ class Block(nn.Module):
         """Returns the modules that FSDP shards separately: experts, and what stays in fp32."""
         return ()
 
-    def count_buffers(self) -> tuple[Tensor, ...]:
+    def token_counters(self) -> tuple[Tensor, ...]:
         """Returns fp32 counters that training forwards accumulate over this rank's tokens.
 
         They are zeroed with the gradients, and summed over all ranks before `after_optimizer_step`.

@@ -146,7 +146,9 @@ class GatedDelta(Recurrent):
         # Everything of a key head in one tensor: one exchange under context parallelism.
         by_key_head = torch.cat([projected.unflatten(-1, (self.key_heads, -1)) for projected in of_keys], -1)
         inputs = (head_exchange.to_heads(by_key_head),)
-        heads = self.recur(inputs, self._recurrence(vectors, head_exchange, context.scans), head_exchange, context)
+        heads = self.recur(
+            inputs, self._recurrence(vectors, head_exchange, context.scan_backend), head_exchange, context
+        )
         heads = (self.head_norm(heads) * F.silu(gate.view(heads.shape).float())).to(hidden.dtype)
         output: Tensor = self.out_proj(heads.flatten(-2))
         return output

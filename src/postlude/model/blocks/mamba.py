@@ -176,7 +176,7 @@ class Mamba(Recurrent):
         groups = head_exchange.to_heads(_repeat_for_cp_ranks(head_exchange, torch.cat(shared, -1), 1))
         b, c = groups.chunk(2, -1)  # [total, groups, n] each
         inputs = torch.cat([features.flatten(1) for features in (x, b, c)], 1), dt.squeeze(-1)
-        y = self.recur(inputs, self._recurrence(vectors, head_exchange, context.scans), head_exchange, context)
+        y = self.recur(inputs, self._recurrence(vectors, head_exchange, context.scan_backend), head_exchange, context)
         output: Tensor = self.out_proj(self.gated_norm(y.flatten(1), gate))
         return output
 

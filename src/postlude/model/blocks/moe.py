@@ -245,7 +245,7 @@ class MoE(Block):
         experts = SeparateUnit(self.experts, experts=True)
         return (SeparateUnit(self.router, fp32=True), experts) if isinstance(self.router, FP32Linear) else (experts,)
 
-    def count_buffers(self) -> tuple[Tensor, ...]:
+    def token_counters(self) -> tuple[Tensor, ...]:
         """Returns the load of each expert."""
         return (self.load,) if self.moves_bias else ()
 
