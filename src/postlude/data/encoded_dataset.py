@@ -6,6 +6,7 @@ under its final name is complete. Checksums detect later damage, and the rows ar
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -135,6 +136,11 @@ class EncodedDataset:
             return None
 
 
+@functools.cache
+def _versions() -> tuple[str, str]:
+    return version("transformers"), version("tokenizers")
+
+
 def cache_key(files: Sequence[Path], tokenizer: ChatTokenizer, settings: Mapping[str, Any]) -> str:
     """Returns a digest of all that encoded rows depend on: dataset files, tokenizer, template and settings."""
     digest = hashlib.sha256()
@@ -143,7 +149,7 @@ def cache_key(files: Sequence[Path], tokenizer: ChatTokenizer, settings: Mapping
         data = part.encode() if isinstance(part, str) else part
         digest.update(len(data).to_bytes(8, "little") + data)
 
-    add(json.dumps([VERSION, version("transformers"), version("tokenizers")]))
+    add(json.dumps([VERSION, *_versions()]))
     add(json.dumps(dict(settings), sort_keys=True, default=str))
     add(json.dumps([type(tokenizer).__name__, tokenizer.chat_template, tokenizer.eos_token_id], default=str))
     add(json.dumps(dict(tokenizer.special_tokens_map), sort_keys=True, default=str))  # templates write them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import socket
@@ -35,6 +36,7 @@ def machine_info(device: torch.device) -> dict[str, Any]:
     }
 
 
+@functools.cache
 def _versions() -> dict[str, str]:
     versions = {"postlude": __version__, "torch": str(torch.__version__)}
     for package in PACKAGES:
