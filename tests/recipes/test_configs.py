@@ -230,9 +230,9 @@ def all_small(group: Any, directory: str) -> dict[str, list[dict[str, Any]]]:
     for name, sizes in (
         ("demo", ("--warm_start.steps=3", "--steps=2", "--prompts_per_step=8", "--evaluation.tasks=8")),
         ("lora", ("--steps=2", "--prompts_per_step=8", "--evaluation.tasks=8", f"--model={directory}/demo/model")),
-        ("tiny-sft", ("--steps=30",)),
-        ("tiny-dpo", ("--steps=15", f"--model={directory}/tiny-sft/model")),
-        ("tiny-distill", ("--steps=6", f"--teacher={directory}/tiny-sft/model")),
+        ("tiny-sft", ("--steps=12",)),
+        ("tiny-dpo", ("--steps=5", f"--model={directory}/tiny-sft/model")),
+        ("tiny-distill", ("--steps=3", f"--teacher={directory}/tiny-sft/model")),
         ("tiny-eval", ("--tasks=8", f"--model={directory}/demo/model")),
     ):
         file = DIRECTORY / f"{name}.yaml"

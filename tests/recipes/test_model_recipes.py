@@ -120,14 +120,15 @@ def test_a_recipe_states_what_the_planner_says_and_fits(
 COMMON = ("--steps=3", "--save_every=0", "--export=false", "--loggers=[]", "--budget=256")
 COMMON += ("--optimizer.lr=1e-4", "--optimizer.schedule.warmup=0", "--dtype=float32", "--weights=fp32")
 ROWS = ("--batch_size=6", "--held_out.rows=0")
-DATA = PACKAGED / "data"
+DATA = {"sft": PACKAGED / "data" / "sums.jsonl", "dpo": PACKAGED / "data" / "sum_pairs.jsonl"}
 TOOL_SUMS = ROOT / "examples" / "data" / "tool_sums.jsonl"
 FAULTY = Path(__file__).parent / "scaled_objective.py"
 TINY = {
-    "sft": (*COMMON, *ROWS, f"--data.path={DATA / 'sums.jsonl'}"),
-    "dpo": (*COMMON, *ROWS, f"--data.path={DATA / 'sum_pairs.jsonl'}"),
+    "sft": (*COMMON, *ROWS),
+    "dpo": (*COMMON, *ROWS),
     "grpo": (
         *COMMON,
+        "--steps=2",  # of two optimizer steps
         f"--environment.path={TOOL_SUMS}",
         f"--environment.reward={ROOT / 'tests' / 'rollout' / 'functions.py'}:ascii_share",
         "--environment.workers=0",
@@ -150,6 +151,15 @@ def small_layout(layout: Layout) -> Layout:
     return Layout(**degrees | {"dp_shard": 1 if others == 4 else degrees["dp_shard"]})
 
 
+def first_rows(command: str, directory: Path) -> tuple[str, ...]:
+    """As many rows as the steps need, with which each run is over sooner."""
+    if command not in DATA:
+        return ()
+    path = directory / DATA[command].name
+    path.write_text("".join(DATA[command].read_text().splitlines(keepends=True)[:24]))
+    return (f"--data.path={path}",)
+
+
 def trained(group: Any, name: str, directory: str, *overrides: str) -> list[dict[str, Any]]:
     config = recipe(name, *TINY[parts(name)[1]], *overrides, f"--run={directory}")
     RECIPES[parts(name)[1]].run(config, "cpu")
@@ -157,7 +167,7 @@ def trained(group: Any, name: str, directory: str, *overrides: str) -> list[dict
 
 
 def assert_equal_to_one_rank(
-    alone: list[dict[str, Any]], spread: list[dict[str, Any]], command: str, steps: int = 3
+    alone: list[dict[str, Any]], spread: list[dict[str, Any]], command: str, steps: int
 ) -> None:
     assert len([row for row in alone if row["step"]]) == steps
     for expected, actual in zip(alone, spread, strict=True):
@@ -194,7 +204,8 @@ def test_a_tiny_run_of_a_recipe_equals_one_rank(
     alone: dict[str, list[dict[str, Any]]] = {}  # by objective: how a rank computes and stores changes no result
     checked = set()
     names = {gpus: f"{model}-{command}-{gpus}gpus" for gpus in (8, 16)}
-    source = f"--model={tiny(model, 2 * max(recipe(name).layout.vpp for name in names.values()))}"
+    layers = 2 * max(recipe(name).layout.vpp for name in names.values())
+    source = (f"--model={tiny(model, layers)}", *first_rows(command, tmp_path))
     for gpus, name in names.items():
         config = recipe(name)
         objective, layout = str(config.objective), small_layout(config.layout)
@@ -202,10 +213,10 @@ def test_a_tiny_run_of_a_recipe_equals_one_rank(
             continue
         checked.add((objective, layout, config.overlap, config.recompute))
         if objective not in alone:
-            (alone[objective],) = ranks(1, trained, name, str(tmp_path / f"one-{gpus}"), source, "--layout=pp=1")
-        settings = (source, f"--layout={degrees(layout)}")
+            (alone[objective],) = ranks(1, trained, name, str(tmp_path / f"one-{gpus}"), *source, "--layout=pp=1")
+        settings = (*source, f"--layout={degrees(layout)}")
         spread = ranks(layout.world_size, trained, name, str(tmp_path / f"{gpus}"), *settings)[0]
-        assert_equal_to_one_rank(alone[objective], spread, command)
+        assert_equal_to_one_rank(alone[objective], spread, command, steps=2 if command == "grpo" else 3)
 
 
 @pytest.mark.slow
@@ -215,9 +226,9 @@ def test_a_first_step_with_weights_stored_as_the_recipe_says_equals_one_rank(
     name = "qwen3-next-80b-a3b-sft-8gpus"
     config = recipe(name)
     assert (config.weights, config.optimizer.offload) == ("split", True)
-    rows = []
+    rows, data = [], first_rows("sft", tmp_path)
     for layout in (Layout(), small_layout(config.layout)):
-        settings = (f"--model={tiny('qwen3-next-80b-a3b')}", "--weights=split", "--steps=1")
+        settings = (f"--model={tiny('qwen3-next-80b-a3b')}", *data, "--weights=split", "--steps=1")
         directory = str(tmp_path / str(layout))
         rows.append(ranks(layout.world_size, trained, name, directory, *settings, f"--layout={degrees(layout)}")[0])
     assert_equal_to_one_rank(*rows, "sft", steps=1)

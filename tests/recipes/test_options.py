@@ -428,7 +428,7 @@ SAID = {"1": 0.4, "2": 0.25, "3": 0.19, END: 0.16}
 
 def write_files(directory: Path) -> None:
     """Sums as tasks, conversations, prompts with answers, text and pairs. Each column has another beside it."""
-    sums = [(f"{first}+{second}=", str(first + second), str(first)) for first in range(8) for second in range(8)]
+    sums = [(f"{first}+{second}=", str(first + second), str(first)) for first in range(5) for second in range(5)]
 
     def conversation(*texts: str) -> list[dict[str, str]]:
         return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
