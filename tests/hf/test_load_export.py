@@ -395,6 +395,8 @@ class TestBrokenSources:
             ("llama-mha", {"vocab_size": -1}, "vocab_size is -1, but it must be a number of at least 1"),
             ("qwen2", {"initializer_range": math.inf}, "initializer_range is inf"),
             ("qwen2", {"num_attention_heads": 0}, "num_attention_heads is 0"),
+            ("qwen2", {"num_hidden_layers": 0, "layer_types": []}, "num_hidden_layers is 0"),
+            ("llama-mha", {"num_hidden_layers": -1}, "num_hidden_layers is -1"),
             ("qwen3_moe", {"num_experts_per_tok": 99}, "top_k=99 of .* experts"),
             ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
             ("deepseek_v3", {"n_group": 0}, "groups is 0"),
@@ -430,10 +432,13 @@ class TestBrokenSources:
         with pytest.raises(ValueError, match=f"does not hold {moved}"):
             load_model(directory)
 
-    @pytest.mark.parametrize("changes", [{"hidden_size": "abc"}, {"num_attention_heads": 0}])
-    def test_config_refused_by_transformers(self, directory: Path, changes: dict) -> None:
+    @pytest.mark.parametrize(
+        ("changes", "sentence"),
+        [({"hidden_size": "abc"}, "hidden_size"), ({"num_attention_heads": 0}, "num_attention_heads must not be 0")],
+    )
+    def test_config_refused_by_transformers(self, directory: Path, changes: dict, sentence: str) -> None:
         edit_config(directory, **changes)
-        with pytest.raises(ValueError, match="cannot be read as a model config"):
+        with pytest.raises(ValueError, match=f"cannot be read as a model config: .*{sentence}"):
             load_model(directory)
 
     def test_truncated_gguf(self, tmp_path: Path) -> None:

@@ -87,6 +87,8 @@ def model_config(
         warnings.warn(
             f"attention_dropout={hf.attention_dropout} in the config is not applied in training.", stacklevel=2
         )
+    if not layers:
+        raise ValueError(f"num_hidden_layers is {hf.num_hidden_layers}, but a model has at least one layer.")
     return ModelConfig(
         pattern=Pattern(segments=(tuple(layers),), mtp=()),
         hidden_size=hf.hidden_size,

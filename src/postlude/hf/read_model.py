@@ -83,7 +83,12 @@ def read_description(source: PlainSource, blocks: BlockTable = BLOCKS) -> Pretra
         try:
             return AutoConfig.from_pretrained(path)
         except Exception as error:  # transformers' validation raises many types
-            raise ValueError(f"{path / CONFIG} cannot be read as a model config: {first_line(error)}") from error
+            reason = first_line(error)
+            if isinstance(error, ZeroDivisionError):  # which does not name the number
+                values = json.loads((path / CONFIG).read_text())
+                zeros = [name for name, value in values.items() if value == 0 and name.startswith("num_")]
+                reason = f"{' and '.join(zeros)} must not be 0" if zeros else reason
+            raise ValueError(f"{path / CONFIG} cannot be read as a model config: {reason}") from error
     try:
         return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     except ImportError as error:
