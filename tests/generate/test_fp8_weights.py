@@ -109,7 +109,7 @@ KINDS = {kind.__name__: kind for kind in (SyncedGenerator, KeepsOldFP8, ScalesFP
 
 def probed(group: Any, kind: str, dtype: str) -> tuple[list[dict[str, float]], str]:
     """The gaps after 0 and 1 small steps, and what ended the sampling."""
-    hf = config("tiny-dense", tie_word_embeddings=False)
+    hf = config("tiny-dense", num_hidden_layers=1, intermediate_size=128, tie_word_embeddings=False)
     engine = build("pp=1", hf, compute_dtype=getattr(torch, dtype), optimizer=AdamW(lr=1e-5))
     probe = WeightProbe(engine, byte_tokenizer())
     generator = KINDS[kind](engine, byte_tokenizer(), probe=probe, quantization="fp8")

@@ -89,7 +89,7 @@ KINDS = {
 
 def probed(group: Any, kind: str, model: str, layout: str, dtype: str) -> tuple[list[float], str]:
     """The log-prob differences after 0, 1 and 2 small steps, and what ended the sampling."""
-    hf = config(model, num_hidden_layers=2, tie_word_embeddings=False)
+    hf = config(model, num_hidden_layers=2, intermediate_size=96, tie_word_embeddings=False)
     return sampled(kind, build(layout, hf, compute_dtype=getattr(torch, dtype), optimizer=SMALL_STEPS))
 
 
