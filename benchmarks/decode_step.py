@@ -52,7 +52,8 @@ def options() -> argparse.Namespace:
 
 def fill(buffers: GraphBuffers, rows: int, context: int, prompt: int, group: int) -> TileShape | None:
     """Writes rows of this length. Returns the shape of the tiles that share pages."""
-    state, shared_pages, free = buffers.rows, prompt // PAGE_SIZE, iter(range(buffers.capacity.pages))
+    state, cache = buffers.model_step.rows, buffers.cache
+    shared_pages, free = prompt // PAGE_SIZE, iter(range(buffers.capacity.pages))
     state.numbers.zero_()
     state.numbers[LENGTH, :rows] = context
     state.numbers[LIMIT] = 1 << 30
@@ -62,11 +63,11 @@ def fill(buffers: GraphBuffers, rows: int, context: int, prompt: int, group: int
     for row in range(rows):
         first = pages[row - 1][:shared_pages] if row % group else [next(free) for _ in range(shared_pages)]
         pages[row] = first + [next(free) for _ in range(pages_for(context + MARGIN) - shared_pages)]
-        state.table[row, : len(pages[row])] = torch.tensor(pages[row], dtype=torch.int32)
+        cache.table[row, : len(pages[row])] = torch.tensor(pages[row], dtype=torch.int32)
     if group == 1 or not shared_pages:
         return None
     shared = SharedPages.of(state.size, shared_tiles(pages))
-    state.shared.copy_(shared)
+    cache.shared.copy_(shared)
     return shared.shape
 
 
@@ -90,7 +91,7 @@ def measure(arguments: argparse.Namespace, generator: Generator, adapter: str | 
         first = time.perf_counter() - began
         times = []
         for _ in range(3):
-            buffers.rows.numbers[LENGTH, :rows] = context
+            buffers.model_step.rows.numbers[LENGTH, :rows] = context
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             for _ in range(REPLAYS):
@@ -109,7 +110,7 @@ def measure(arguments: argparse.Namespace, generator: Generator, adapter: str | 
         }  # fmt: skip
         print(result, flush=True)
         if arguments.profile:
-            buffers.rows.numbers[LENGTH, :rows] = context
+            buffers.model_step.rows.numbers[LENGTH, :rows] = context
             result["kernels"] = kernels(buffers, step)
     return result
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from postlude import LanguageModel, load_model, load_tokenizer
-from postlude.generate.forward import MixedMicrobatches, all_logits
+from postlude.generate.forward import Microbatches, all_logits_and_hidden
 from postlude.generate.generator import Generator
 from postlude.generate.row_cache import RowCache
 from postlude.generate.sampling_params import SamplingParams
@@ -81,8 +81,8 @@ def logits_of(
         for sequence, start in zip(sequences, starts, strict=True):
             cache = RowCache(torch.device("cpu"), fp8=fp8_kv)
             cache.resize(1, len(sequence))
-            microbatch = MixedMicrobatches(cache, 1)(nothing[:, None], nothing, 0, [sequence], [0])
-            all_rows: Tensor = model(microbatch, output_processor=all_logits, decode_state=cache)
+            microbatch = Microbatches(cache, 1)(nothing[:, None], nothing, [sequence], [[0]])
+            all_rows: Tensor = model(microbatch, output_processor=all_logits_and_hidden, decode_state=cache)[0]
             logits.append(all_rows[start - 1 : -1].float())
     return torch.cat(logits)
 

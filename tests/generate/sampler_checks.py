@@ -32,7 +32,7 @@ def test_kernels_draw_what_torch_draws(vocab: int, dtype: torch.dtype, filtered:
     numbers[TOP_K] = chosen(vocab, 1, 7, 100).long()
     settings = torch.stack((chosen(0.0, 1.0, 0.7), chosen(1.0, 0.9, 0.3), chosen(0.0, 0.1).log()))
     for backend in ("torch", "triton"):
-        state = DecodeRows(size, 1, 8, torch.device(DEVICE))
+        state = DecodeRows(size, 8, torch.device(DEVICE))
         state.numbers.copy_(numbers)
         state.settings.copy_(settings)
         state.stops[3] = torch.arange(vocab, device=DEVICE)[:size] * (vocab // size)
@@ -62,7 +62,7 @@ def test_equal_logits_that_no_shortlist_has_room_for_are_all_kept() -> None:
 
 def test_logits_that_are_not_numbers_are_told_and_give_a_token_of_the_vocabulary() -> None:
     for heat in (0.0, 1.0):
-        state = DecodeRows(2, 1, 8, torch.device(DEVICE))
+        state = DecodeRows(2, 8, torch.device(DEVICE))
         state.numbers[LENGTH], state.numbers[LIMIT], state.settings[0] = 3, 9, heat
         sample_next(
             torch.full((2, 300), float("nan"), device=DEVICE), state.all, state, filtered=False, backend="triton"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from postlude.generate.completion_state import CompletionState, PromptState
 from postlude.generate.eager_scheduler import EagerScheduler
+from postlude.generate.model_step import ModelStep
 from postlude.generate.pages import RowAllocator, RunningCompletion
 from postlude.generate.row_cache import RowCache
 from postlude.generate.sampling_params import SamplingParams
@@ -94,12 +95,13 @@ def test_steps_moves_and_resizes_equal_whole_sequences(name: str) -> None:
     def decode(places: dict[str, int]) -> None:
         """The place of each row's new token."""
         lengths = torch.tensor([place + 1 for place in places.values()])
-        cache.begin_forward(lengths, int(lengths.max()))
+        cache.longest = int(lengths.max())
+        cache.begin_forward(lengths)
         parts = [wholes[letter][:, place : place + 1] for letter, place in places.items()]
         check(cache.attend("block", *torch.cat(parts, dim=1), scores), places)
 
     def prefill(row: int, letter: str, length: int) -> None:
-        cache.begin_forward(NOTHING, 0, prefill=Packing.from_lengths([length]), rows=[row])
+        cache.begin_forward(NOTHING, prefill=Packing.from_lengths([length]), pages=[[row]])
         check(cache.attend("block", *wholes[letter][:, :length], scores)[-1:], {letter: length - 1})
 
     def check(outputs: Tensor, places: dict[str, int]) -> None:
@@ -133,13 +135,15 @@ def test_a_step_holds_next_tokens_whole_sequences_and_padding() -> None:
     padding = torch.full((3, 3, 2, WIDTH), 7.0)
     cache = RowCache(torch.device("cpu"))
     cache.resize(2, 6)
-    cache.begin_forward(NOTHING, 0, prefill=Packing.from_lengths([4, 3]), rows=[0], padding=3)
+    cache.begin_forward(NOTHING, prefill=Packing.from_lengths([4, 3]), pages=[[0]], padding=3)
     cache.attend("block", *torch.cat((wholes[:, 0, :4], padding), 1), scores)
-    cache.begin_forward(torch.tensor([5]), 5, prefill=Packing.from_lengths([5, 3]), rows=[1], padding=3)
+    cache.longest = 5
+    cache.begin_forward(torch.tensor([5]), prefill=Packing.from_lengths([5, 3]), pages=[[1]], padding=3)
     output = cache.attend("block", *torch.cat((wholes[:, 0, 4:5], wholes[:, 1, :5], padding), 1), scores)
     assert_equal(output[0], expected[0][4], "the next token")
     assert_equal(output[1:6], expected[1][:5], "the sequence that starts")
-    cache.begin_forward(torch.tensor([6, 6]), 6)
+    cache.longest = 6
+    cache.begin_forward(torch.tensor([6, 6]))
     output = cache.attend("block", *wholes[:, :, 5], scores)
     assert_equal(output, torch.stack([full_output[5] for full_output in expected]), "both go on")
 
@@ -175,7 +179,7 @@ def test_tokens_that_do_not_stay_leave_no_trace() -> None:
         attended = [reference_attention(*tensors, packing, packing, scores) for tensors in firsts]
         return attended, [scan((tensors[0],), packing)[0] for tensors in firsts]
 
-    cache.begin_forward(NOTHING, 0, prefill=Packing.from_lengths([2, 2, 2]), rows=[0, 1, 2])
+    cache.begin_forward(NOTHING, prefill=Packing.from_lengths([2, 2, 2]), pages=[[0], [1], [2]])
     forward(wholes[:, :, :2].flatten(1, 2))
     cache.start_rows(torch.arange(3), torch.arange(3), [])
     lengths = torch.tensor([2, 2, 2])
@@ -183,7 +187,8 @@ def test_tokens_that_do_not_stay_leave_no_trace() -> None:
         kept_rows = torch.tensor(stays)
         tokens = torch.stack([wholes[:, row, length : length + 2] for row, length in enumerate(lengths)], 1).clone()
         tokens[:, kept_rows == 1, 1] = 7.0  # nothing that belongs there
-        cache.begin_forward(lengths + 2, int(lengths.max()) + 2, tokens_per_row=2)
+        cache.longest = int(lengths.max()) + 1
+        cache.begin_forward(lengths + 2, tokens_per_row=2)
         actual = [output.unflatten(0, (3, 2)) for output in forward(tokens.flatten(1, 2))]
         cache.accept(kept_rows)
         lengths = lengths + kept_rows
@@ -216,20 +221,20 @@ def test_a_scheduler_keeps_its_budget_and_finishes_everything(budget: int, seed:
         prompt = PromptState([0] * source.randrange(1, 30), sampling, unstarted=2)
         completions += [CompletionState(prompt, 0, frozenset(), None) for _ in range(2)]
     scheduler = EagerScheduler(Uniform(), completions, max_batch_tokens=budget, max_sequences=8, max_prefill_tokens=40)
-    evictions, evict, forward, cache = [], scheduler._preempt, scheduler._forward, scheduler.cache
+    evictions, evict, run_step, cache = [], scheduler._preempt, ModelStep.__call__, scheduler.row_cache
 
-    def checked(count, longest, drafts, joining):
-        lengths = [len(sequence) for sequence in joining.sequences]
+    def checked(model_step, count, sequences, pages, **sampling):
+        lengths = [len(sequence) for sequence in sequences]
         assert sum(lengths) <= 40 or len(lengths) == 1
         assert len(scheduler.running) <= cache.rows <= 8
         assert cache.rows * cache.capacity <= budget
         assert all(sequence.scheduled_length - 1 <= cache.capacity for sequence in scheduler.running)
-        assert longest <= cache.capacity
+        assert cache.longest <= cache.capacity
         assert sorted(sequence.row for sequence in scheduler.running) == list(range(len(scheduler.running)))
-        return forward(count, longest, drafts, joining)
+        return run_step(model_step, count, sequences, pages, **sampling)
 
     monkeypatch.setattr(scheduler, "_preempt", lambda sequence: (evictions.append(sequence), evict(sequence)))
-    monkeypatch.setattr(scheduler, "_forward", checked)
+    monkeypatch.setattr(ModelStep, "__call__", checked)
     steps = 0
     while scheduler.busy:
         steps += 1

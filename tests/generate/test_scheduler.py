@@ -104,7 +104,8 @@ def test_completions_of_a_prompt_read_its_pages_together(device: str, monkeypatc
 
     def note(graphs: DecodeGraphs, step: DecodeStep) -> None:
         if step.tile_shape is not None:
-            shared, table = graphs.rows.shared.part(step.tile_shape, step.size), graphs.rows.table[: step.size].cpu()
+            cache = graphs.cache
+            shared, table = cache.shared.part(step.tile_shape, step.size), cache.table[: step.size].cpu()
             steps.append(shared.pages.tolist())
             assert torch.equal(SharedPages(shared.tiles.cpu(), shared.pages.cpu()).read_through(table), table)
         run(graphs, step)

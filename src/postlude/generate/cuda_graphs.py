@@ -8,15 +8,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
-from postlude.data import Microbatch
 from postlude.generate.adapters import AdapterSlot, NamedAdapters
-from postlude.generate.decode_rows import LENGTH, TOKEN, DecodeRows, sample_after_drafts, sample_next
-from postlude.generate.draft import TOKENS_PER_STEP, Drafter
-from postlude.generate.forward import DecodeMicrobatches, all_logits, all_logits_and_hidden
+from postlude.generate.decode_rows import LENGTH
+from postlude.generate.model_step import ModelStep
 from postlude.generate.paged_cache import PagedCache
-from postlude.generate.routing_record import RoutingRecord
 from postlude.model import LanguageModel
 from postlude.model.parallel import is_dtensor
 from postlude.ops.kernels.capabilities import why_no_triton
@@ -46,29 +42,18 @@ class DecodeStep:
 
 
 class DecodeGraphs:
-    """Runs decode steps: forward, sampling and the check for the end of completions; with a `drafter` also drafts.
+    """Runs decode steps of a `ModelStep` on a `PagedCache`.
 
     On a GPU each step is captured at its first use, for the model and for each slot of adapters. The graph reads
     weights, adapters, rows and pages at the addresses of that time. If CUDA cannot capture a step, it is logged once,
     and the host launches it every time.
     """
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        adapters: NamedAdapters,
-        rows: DecodeRows,
-        cache: PagedCache,
-        drafter: Drafter | None = None,
-        routing_record: RoutingRecord | None = None,
-    ) -> None:
-        self.model = model
-        self.adapters = adapters
-        self.rows = rows
+    def __init__(self, model_step: ModelStep, cache: PagedCache, adapters: NamedAdapters) -> None:
+        self.model_step = model_step
+        self.rows = model_step.rows
         self.cache = cache
-        self.drafter = drafter
-        self.routing_record = routing_record
-        self._microbatches = DecodeMicrobatches()
+        self.adapters = adapters
         self._graphs: WeakKeyDictionary[AdapterSlot, dict[DecodeStep, torch.cuda.CUDAGraph | None]]
         self._graphs = WeakKeyDictionary()
         self._pool: Any = None  # memory that all graphs share, since one runs at a time
@@ -121,34 +106,8 @@ class DecodeGraphs:
         return graph
 
     def _step(self, step: DecodeStep) -> None:
-        rows, size, drafter = self.rows, step.size, self.drafter
-        newest, lengths = rows.numbers[TOKEN, :size], rows.numbers[LENGTH, :size]
-        if drafter is None:
-            microbatch = self._begin_forward(step, newest[:, None], lengths)
-            logits = self.model(microbatch, output_processor=all_logits, decode_state=self.cache)
-            if self.routing_record is not None:
-                self.routing_record.store()
-            sample_next(logits, rows.all[:size], rows, filtered=step.filtered)
-            return
-        drafts = drafter.propose(self._begin_forward(step, *drafter.unread_tokens(size)), size, filtered=step.filtered)
-        lengths_with_draft = torch.where(lengths > 0, lengths + 1, 0)
-        microbatch = self._begin_forward(step, torch.stack((newest, drafts), 1), lengths_with_draft)
-        logits, hidden = self.model(microbatch, output_processor=all_logits_and_hidden, decode_state=self.cache)
-        if self.routing_record is not None:
-            self.routing_record.store()
-        drafter.keep(hidden)
-        logits = logits.unflatten(0, (size, TOKENS_PER_STEP))
-        self.cache.accept(sample_after_drafts(logits, drafts, rows, filtered=step.filtered))
-
-    def _begin_forward(self, step: DecodeStep, tokens: Tensor, lengths: Tensor) -> Microbatch:
-        """Returns a microbatch of tokens [size, tokens_per_row] of the first rows, and sets up the cache for it.
-
-        `lengths` [size] are the rows' numbers of tokens including these, 0 in idle rows.
-        """
-        rows, size = self.rows, step.size
-        shared = None if step.tile_shape is None else rows.shared.part(step.tile_shape, size)
-        self.cache.begin_decode(rows.table[:size], lengths, shared, tokens.shape[1])
-        return self._microbatches(tokens, lengths)
+        self.cache.tile_shape = step.tile_shape
+        self.model_step(step.size, filtered=step.filtered)
 
 
 def why_no_cuda_graph(model: LanguageModel) -> str | None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from postlude.model.context import DecodeState, Inputs, RecurrentStep, States, Stores
+from postlude.model.context import DecodeState, Inputs, RecurrentScan, RecurrentStep, States, Stores
 from postlude.ops.packing import Packing
 
 PageCopy = tuple[int, int, int]
@@ -29,7 +29,10 @@ class DecodeCache(DecodeState, ABC):
         self._states: dict[str, States] = {}
         self._prefill_states: dict[str, States] = {}  # states after each sequence of the last prefill, [sequences, ...]
         self._draft_states: dict[str, list[States]] = {}  # by block, the states after each draft token
-        self._prefill: Packing | None = None  # the whole sequences of the current forward, or None
+        # The current forward: see `begin_forward`.
+        self._lengths = torch.empty(0, dtype=torch.int64, device=device)
+        self._tokens_per_row, self._sequence_count = 1, 0
+        self._prefill: Packing | None = None
         self.choices: dict[str, Tensor] | None = None  # by block, experts chosen in the last forward, if recorded
 
     @property
@@ -37,6 +40,22 @@ class DecodeCache(DecodeState, ABC):
         """Bytes of all stores and states."""
         tensors = [tensor for stored in (*self._stores.values(), *self._states.values()) for tensor in stored]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def begin_forward(
+        self,
+        lengths: Tensor,
+        tokens_per_row: int = 1,
+        prefill: Packing | None = None,
+        pages: Sequence[Sequence[int]] = (),
+        padding: int = 0,
+    ) -> None:
+        """Sets up a forward of the newest `tokens_per_row` tokens of the first n rows, then of whole sequences.
+
+        `lengths` [n] int64 are the rows' numbers of tokens including these, 0 in idle rows. `prefill` is the packing of
+        the sequences. `pages` lists the pages of each. Its last `padding` tokens, a separate sequence, are not stored.
+        """
+        self._lengths, self._tokens_per_row, self._prefill = lengths, tokens_per_row, prefill
+        self._sequence_count = len(pages)
 
     def record_routing(self, name: str, choice: Tensor) -> None:
         """See `DecodeState.record_routing`."""
@@ -89,10 +108,20 @@ class DecodeCache(DecodeState, ABC):
             rows = state[: len(new)]
             rows.copy_(new if running is None else torch.where(_per_row(running, new), new, rows))
 
-    def _recur_rows(
-        self, name: str, inputs: Inputs, step: RecurrentStep, tokens_per_row: int, running: Tensor | None = None
-    ) -> Tensor:
+    def recur(self, name: str, inputs: Inputs, step: RecurrentStep, scan: RecurrentScan) -> Tensor:
+        """See `DecodeState.recur`."""
+        decoded, outputs = len(self._lengths) * self._tokens_per_row, []
+        if decoded:
+            outputs.append(self._recur_rows(name, tuple(part[:decoded] for part in inputs), step))
+        if self._prefill is not None:
+            output, states = scan(tuple(part[decoded:] for part in inputs), self._prefill)
+            outputs.append(output)
+            self.set_prefill_states(name, tuple(state[: self._sequence_count] for state in states))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _recur_rows(self, name: str, inputs: Inputs, step: RecurrentStep) -> Tensor:
         """Runs the tokens of each row in order, [n · tokens_per_row, ...]. Keeps the states after the first token."""
+        tokens_per_row = self._tokens_per_row
         by_row = tuple(part.unflatten(0, (-1, tokens_per_row)) for part in inputs)
         outputs, after = [], []
         states = tuple(state[: len(by_row[0])] for state in self._states[name])
@@ -100,11 +129,15 @@ class DecodeCache(DecodeState, ABC):
             output, states = step(tuple(part[:, index] for part in by_row), states)
             outputs.append(output)
             after.append(states)
-        self.set_states(name, after[0], running)
+        self.set_states(name, after[0], self._running_rows())
         if tokens_per_row == 1:
             return outputs[0]
         self._draft_states[name] = after[1:]
         return torch.stack(outputs, 1).flatten(0, 1)
+
+    def _running_rows(self) -> Tensor | None:
+        """Returns which of the forward's rows are not idle, [n] bool; None if all run."""
+        return None
 
     def accept(self, counts: Tensor) -> None:
         """Accepts the first `counts` [n] int64 tokens of each of the first n rows; at most 1 in an idle row.

@@ -14,7 +14,6 @@ from postlude.generate.sampler import SamplerSettings, sample
 from postlude.ops.batch_invariant import is_batch_invariant
 from postlude.ops.kernels.capabilities import Backend, use_kernel
 from postlude.ops.linear_logprobs.invariant import logprobs_of_logits
-from postlude.ops.shared_pages import SharedPages
 
 # Indices of the first dimension of `DecodeRows.numbers` and of `DecodeRows.settings`.
 TOKEN, LENGTH, COUNT, LIMIT, KEY, TOP_K, PREVIOUS, UNREAD = range(8)
@@ -31,25 +30,21 @@ class DecodeRows:
     token before the newest, if the last step sampled two; how many of these tokens the drafter has not read, 1 or 2.
     `settings` [3, size] fp32: the temperature, 0 for greedy; top-p; the logarithm of min-p.
     `stops` [stops, size] int64: stop tokens, padded with -1.
-    `table` [size, pages] int32: the pages of each row.
-    `shared`: which rows have the same first pages.
     `results` [tokens_per_step, size, 3] fp64, of the last step: the token or `NO_TOKEN`, its log-prob, and its log-prob
     in the distribution it was sampled from. A second token may be `ACCEPTED`.
     """
 
-    def __init__(self, size: int, pages: int, stops: int, device: torch.device, tokens_per_step: int = 1) -> None:
+    def __init__(self, size: int, stops: int, device: torch.device, tokens_per_step: int = 1) -> None:
         self.size = size
         self.tokens_per_step = tokens_per_step
         self.numbers = torch.zeros(8, size, dtype=torch.int64, device=device)
         self.settings = torch.zeros(3, size, dtype=torch.float32, device=device)
         self.stops = torch.full((stops, size), -1, dtype=torch.int64, device=device)
-        self.table = torch.zeros(size, pages, dtype=torch.int32, device=device)
-        self.shared = SharedPages.none(size, device)
         self.results = torch.zeros(tokens_per_step, size, 3, dtype=torch.float64, device=device)
         self.all = torch.arange(size, device=device)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copies rows `sources` to rows `targets`, both [m] int64, except the table. The sources become idle."""
+        """Copies rows `sources` to rows `targets`, both [m] int64. The sources become idle."""
         for columns in (self.numbers, self.settings, self.stops):
             columns.index_copy_(-1, targets, columns.index_select(-1, sources))
         self.stop(sources)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from postlude.data.microbatch import IGNORE, Microbatch
-from postlude.generate.row_cache import RowCache
+from postlude.generate.decode_cache import DecodeCache
 from postlude.model import OutputInputs
 from postlude.ops.decode_attention import consecutive_positions
 from postlude.ops.packing import Packing, to_device
@@ -36,73 +36,47 @@ def microbatch_of(tokens: Tensor, packing: Packing, positions: Tensor, padding: 
     )
 
 
-def prefill_microbatch(sequences: Sequence[Sequence[int]], device: torch.device) -> Microbatch:
-    """Returns a microbatch of whole sequences."""
-    packing = Packing.from_lengths([len(sequence) for sequence in sequences], device)
-    tokens = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.int64)
-    return microbatch_of(to_device(tokens, device), packing, packing.positions())
-
-
-class DecodeMicrobatches:
-    """Microbatches of the next tokens of n rows. Parts that depend only on the shape are built once."""
-
-    def __init__(self) -> None:
-        self._by_shape: dict[tuple[int, int], Microbatch] = {}
-
-    def __call__(self, tokens: Tensor, lengths: Tensor) -> Microbatch:
-        """Returns tokens [n, tokens_per_row] of rows that have `lengths` [n] tokens including these."""
-        count, tokens_per_row = tokens.shape
-        positions = consecutive_positions((lengths - tokens_per_row).clamp_min(0), tokens_per_row)
-        tokens = tokens.flatten()
-        if (count, tokens_per_row) not in self._by_shape:
-            packing = Packing.from_lengths([tokens_per_row] * count, tokens.device)
-            self._by_shape[count, tokens_per_row] = microbatch_of(tokens, packing, positions)
-        return replace(self._by_shape[count, tokens_per_row], tokens=tokens, positions=positions)
-
-
-class MixedMicrobatches:
+class Microbatches:
     """Microbatches of the next tokens of rows, followed by whole sequences. Each call sets up the cache for them.
 
-    They are padded at the end to a multiple of the tensor-parallel ranks, and to at least one token.
+    They are padded at the end to a multiple of the tensor-parallel ranks, and to at least one token. For the next
+    tokens alone, the parts that depend only on the shape are built once.
     """
 
-    def __init__(self, cache: RowCache, tp: int) -> None:
+    def __init__(self, cache: DecodeCache, tp: int) -> None:
         self.cache = cache
         self.tp = tp
-        self._decode = DecodeMicrobatches()
+        self._by_shape: dict[tuple[int, int], Microbatch] = {}
 
     def __call__(
         self,
         tokens: Tensor,
         lengths: Tensor,
-        longest: int,
         sequences: Sequence[Sequence[int]] = (),
-        rows: Sequence[int] = (),
+        pages: Sequence[Sequence[int]] = (),
     ) -> Microbatch:
-        """Returns tokens [n, tokens_per_row] of the first n rows, then the sequences, which start in `rows`.
+        """Returns tokens [n, tokens_per_row] of the first n rows, then the sequences, whose keys go to these pages.
 
-        `lengths` [n] int64 are the rows' numbers of tokens including these, and none is larger than `longest`.
+        `lengths` [n] int64 are the rows' numbers of tokens including these, 0 in idle rows.
         """
         device, (count, tokens_per_row) = self.cache.device, tokens.shape
+        positions = consecutive_positions((lengths - tokens_per_row).clamp_min(0), tokens_per_row)
         prefilled = [token for sequence in sequences for token in sequence]
         total = tokens.numel() + len(prefilled)
         padding = -total % self.tp if total else self.tp
+        tokens = tokens.flatten()
         if not prefilled and not padding:
-            self.cache.begin_forward(lengths, longest, tokens_per_row)
-            return self._decode(tokens, lengths)
+            self.cache.begin_forward(lengths, tokens_per_row)
+            if (count, tokens_per_row) not in self._by_shape:
+                packing = Packing.from_lengths([tokens_per_row] * count, device)
+                self._by_shape[count, tokens_per_row] = microbatch_of(tokens, packing, positions)
+            return replace(self._by_shape[count, tokens_per_row], tokens=tokens, positions=positions)
         prefill_lengths = [len(sequence) for sequence in sequences] + ([padding] if padding else [])
-        packing = Packing.from_lengths(prefill_lengths, device)
-        self.cache.begin_forward(lengths, longest, tokens_per_row, packing, rows, padding)
-        positions = torch.cat((consecutive_positions(lengths - tokens_per_row, tokens_per_row), packing.positions()))
-        all_tokens = torch.cat((tokens.flatten(), tokens.new_tensor(prefilled + [0] * padding)))
-        return microbatch_of(
-            all_tokens, Packing.from_lengths([tokens_per_row] * count + prefill_lengths, device), positions, padding
-        )
-
-
-def all_logits(inputs: OutputInputs, context: None) -> Tensor:
-    """Returns logits [T, vocab], the same on every tensor-parallel rank. An output processor."""
-    return inputs.head.logits(inputs.hidden)
+        prefill = Packing.from_lengths(prefill_lengths, device)
+        self.cache.begin_forward(lengths, tokens_per_row, prefill, pages, padding)
+        packing = Packing.from_lengths([tokens_per_row] * count + prefill_lengths, device) if count else prefill
+        new = to_device(torch.tensor(prefilled + [0] * padding, dtype=torch.int64), device)
+        return microbatch_of(torch.cat((tokens, new)), packing, torch.cat((positions, prefill.positions())), padding)
 
 
 def all_logits_and_hidden(inputs: OutputInputs, context: None) -> tuple[Tensor, Tensor]:

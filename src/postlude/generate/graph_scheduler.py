@@ -9,21 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import Tensor
 
-from postlude.data import Microbatch
 from postlude.generate.adapters import NamedAdapters
 from postlude.generate.completion_state import CompletionState
 from postlude.generate.cuda_graphs import DecodeGraphs, DecodeStep, addresses, bucket
-from postlude.generate.decode_rows import DecodeRows, sample_next
-from postlude.generate.draft import TOKENS_PER_STEP, Drafter
-from postlude.generate.forward import logits_at, prefill_microbatch
+from postlude.generate.decode_rows import DecodeRows
+from postlude.generate.draft import TOKENS_PER_STEP
+from postlude.generate.model_step import ModelStep
 from postlude.generate.paged_cache import PagedCache
 from postlude.generate.pages import PagePool, RunningCompletion, pages_for
-from postlude.generate.routing_record import RoutingRecord
 from postlude.generate.scheduler import Scheduler, max_stops
 from postlude.model import LanguageModel
 from postlude.model.parallel import fuse_weights
@@ -70,12 +66,9 @@ class DecodeCapacity:
 class GraphBuffers:
     """The rows, pages and CUDA graphs of a model, which are kept from one call of `generate` to the next."""
 
-    model: LanguageModel
-    rows: DecodeRows
+    model_step: ModelStep
     cache: PagedCache
     graphs: DecodeGraphs
-    drafter: Drafter | None
-    routing_record: RoutingRecord | None
     capacity: DecodeCapacity
     weight_addresses: tuple[int, ...]
 
@@ -94,12 +87,11 @@ class GraphBuffers:
         for layers in (layers for block in model.blocks for layers in block.fused_projections()):
             fuse_weights(layers)
         tokens_per_step = TOKENS_PER_STEP if draft else 1
-        rows = DecodeRows(capacity.rows, capacity.pages_per_row, capacity.stops, device, tokens_per_step)
-        cache = PagedCache(capacity.pages, capacity.rows, device, fp8=fp8_kv)
-        drafter = Drafter(model, rows, cache) if draft else None
-        routing_record = RoutingRecord(model, cache) if record_routing else None
-        graphs = DecodeGraphs(model, adapters, rows, cache, drafter, routing_record)
-        return GraphBuffers(model, rows, cache, graphs, drafter, routing_record, capacity, addresses(model))
+        rows = DecodeRows(capacity.rows, capacity.stops, device, tokens_per_step)
+        cache = PagedCache(capacity.pages, capacity.rows, capacity.pages_per_row, device, fp8=fp8_kv)
+        model_step = ModelStep(model, rows, cache, draft=draft, record_routing=record_routing)
+        graphs = DecodeGraphs(model_step, cache, adapters)
+        return GraphBuffers(model_step, cache, graphs, capacity, addresses(model))
 
     @property
     def is_small(self) -> bool:
@@ -116,12 +108,12 @@ class GraphBuffers:
         """
         have = self.capacity
         return (
-            record_routing == (self.routing_record is not None)
+            record_routing == (self.model_step.routing_record is not None)
             and have.rows >= capacity.rows
             and have.pages >= capacity.pages
             and have.pages_per_row >= capacity.pages_per_row
             and have.stops >= capacity.stops
-            and self.weight_addresses == addresses(self.model)
+            and self.weight_addresses == addresses(self.model_step.model)
         )
 
 
@@ -140,29 +132,20 @@ class GraphScheduler(Scheduler):
         max_sequences: int,
         max_prefill_tokens: int,
     ) -> None:
+        drafts_per_row = buffers.model_step.rows.tokens_per_step - 1
         super().__init__(
-            buffers.model,
-            buffers.rows,
-            buffers.cache,
-            PagePool(
-                buffers.capacity.pages, buffers.capacity.pages_per_row, drafts_per_row=buffers.rows.tokens_per_step - 1
-            ),
+            buffers.model_step,
+            PagePool(buffers.capacity.pages, buffers.capacity.pages_per_row, drafts_per_row=drafts_per_row),
             max_sequences=max_sequences,
             max_prefill_tokens=max_prefill_tokens,
         )
         self.paged_cache, self.graphs = buffers.cache, buffers.graphs
-        self.drafter, self.routing_record = buffers.drafter, buffers.routing_record
-        self.table = torch.zeros(self.rows.table.shape, dtype=torch.int32)  # the next content of the device's table
+        # The next content of the cache's table.
+        self.table = torch.zeros(self.paged_cache.table.shape, dtype=torch.int32)
         self.changed_pages: dict[int, list[int]] = {}  # by row, of completions that joined, moved or grew
         self.rows_changed = False  # by completions that joined, left or moved
         self.tile_shape: TileShape | None = None  # of the tiles of rows that share pages; None if no pages are shared
-        self.filtered = False
         self.add(completions)
-
-    def add(self, completions: Sequence[CompletionState]) -> None:
-        """See `Scheduler`."""
-        super().add(completions)
-        self.filtered = self.filtered or any(completion.prompt.sampling.filtered for completion in completions)
 
     def _advance(self) -> None:
         """See `Scheduler`."""
@@ -179,9 +162,7 @@ class GraphScheduler(Scheduler):
         self._compact(size)
         self._send_table()
         self.graphs(DecodeStep(size, self.filtered, self.tile_shape))
-        self._send_results(self.running, self.rows.tokens_per_step)
-        for running in self.running:
-            running.scheduled_length += self.rows.tokens_per_step
+        self._send_decoded(self.running)
 
     def _on_change(self, running: RunningCompletion, *, grew: bool = False) -> None:
         """See `Scheduler`."""
@@ -195,8 +176,8 @@ class GraphScheduler(Scheduler):
             padded = [[*pages, *([0] * (width - len(pages)))] for pages in lists]  # one tensor for all, on the host
             self.table[list(self.changed_pages)] = torch.tensor(padded, dtype=torch.int32)
             self.changed_pages = {}
-            pinned = self.table.pin_memory() if self.rows.table.is_cuda else self.table
-            self.rows.table.copy_(pinned, non_blocking=True)
+            pinned = self.table.pin_memory() if self.paged_cache.table.is_cuda else self.table
+            self.paged_cache.table.copy_(pinned, non_blocking=True)
         if self.rows_changed:
             self._send_shared_pages()
             self.rows_changed = False
@@ -207,7 +188,7 @@ class GraphScheduler(Scheduler):
         self.tile_shape = None
         if sum(tile.saved for tile in tiles) >= self.min_saved_pages:
             shared = SharedPages.of(self.rows.size, tiles)
-            self.rows.shared.copy_(shared)
+            self.paged_cache.shared.copy_(shared)
             self.tile_shape = shared.shape
 
     def _may_join(self) -> bool:
@@ -222,36 +203,7 @@ class GraphScheduler(Scheduler):
         """Prefills joining completions, and samples their first token."""
         self._idle_ended_rows()
         joining = self._admit()
-        indices = self._integers([running.row for running in joining.completions])
-        logits = self._start(joining, indices, self._prefill(joining.sequences, joining.pages))
-        self._write_rows(joining.completions, indices)
-        sample_next(logits, indices, self.rows, filtered=self.filtered)
-        self._send_results(joining.completions, 1)
-
-    def _prefill(self, sequences: list[list[int]], pages: list[list[int]]) -> Tensor:
-        """Runs whole sequences, whose keys and values go to these pages. Returns the logits after each sequence."""
-        if not sequences:
-            return torch.empty(0, device=self.device)
-        microbatch = self._begin_prefill(pages, sequences)
-        last = microbatch.packing.cu_seqlens[1:].long() - 1
-        logits: Tensor
-        logits, hidden = self.model(
-            microbatch, output_processor=logits_at, output_processor_context=last, decode_state=self.cache
-        )
-        if self.routing_record is not None:
-            self.routing_record.store()
-        if self.drafter is not None:
-            self.drafter.prefill(hidden, sequences, partial(self._begin_prefill, pages))
-        return logits
-
-    def _begin_prefill(self, pages: Sequence[Sequence[int]], sequences: Sequence[Sequence[int]]) -> Microbatch:
-        """Returns a microbatch of whole sequences in these pages, and sets up the cache for it."""
-        microbatch = prefill_microbatch(sequences, self.device)
-        self.paged_cache.begin_prefill(microbatch.packing, pages)
-        return microbatch
-
-    def _remove_finished(self, running: RunningCompletion) -> None:
-        """See `Scheduler`."""
-        if self.routing_record is not None and running.state.error is None:
-            self.routing_record.copy_to(running.state, running.pages)
-        super()._remove_finished(running)
+        logits = torch.empty(0, device=self.device)
+        if joining.sequences:
+            logits = self.model_step(0, joining.sequences, joining.pages)
+        self._start_and_sample(joining, logits)

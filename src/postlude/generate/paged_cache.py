@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from postlude.generate.decode_cache import DecodeCache, PageCopy
-from postlude.model.context import DecodeAttend, Inputs, PrefillAttend, RecurrentScan, RecurrentStep, Stores
+from postlude.model.context import DecodeAttend, Inputs, PrefillAttend, Stores
 from postlude.ops.attention import ScoreConfig, attend
 from postlude.ops.fp8_kv import FP8
 from postlude.ops.packing import Packing, to_device
@@ -20,63 +20,66 @@ from postlude.ops.paged_attention import (
     new_page_store,
     write_pages,
 )
-from postlude.ops.shared_pages import SharedPages
+from postlude.ops.shared_pages import SharedPages, TileShape
 
 
 class PagedCache(DecodeCache):
     """`pages` pages of `PAGE_SIZE` tokens. The stores of a block are [pages, PAGE_SIZE, kv_heads, width] each.
 
-    With `fp8`, keys and values are stored in FP8, and two more stores of width 1 have the exponents of their scales.
+    `table` [rows, pages_per_row] int32 has the pages of each row. `shared` has the rows with the same first pages, in
+    tiles of shape `tile_shape`, which read these together; with None every row reads its own. With `fp8`, keys and
+    values are stored in FP8, and two more stores of width 1 have the exponents of their scales.
     """
 
-    def __init__(self, pages: int, rows: int, device: torch.device, *, fp8: bool = False) -> None:
+    def __init__(self, pages: int, rows: int, pages_per_row: int, device: torch.device, *, fp8: bool = False) -> None:
         super().__init__(rows, device)
         self.pages = pages
         self.fp8 = fp8
-        self._table = self._lengths = torch.empty(0, device=device)
-        self._tokens_per_row = 1
-        self._shared: SharedPages | None = None
+        self.table = torch.zeros(rows, pages_per_row, dtype=torch.int32, device=device)
+        self.shared = SharedPages.none(rows, device)
+        self.tile_shape: TileShape | None = None
         self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         # The page, and the offset in it, of each prefilled token.
         self._slots = torch.empty(0, device=device), torch.empty(0, device=device)
 
-    def begin_decode(
-        self, table: Tensor, lengths: Tensor, shared: SharedPages | None = None, tokens_per_row: int = 1
+    def begin_forward(
+        self,
+        lengths: Tensor,
+        tokens_per_row: int = 1,
+        prefill: Packing | None = None,
+        pages: Sequence[Sequence[int]] = (),
+        padding: int = 0,
     ) -> None:
-        """Sets up a forward of the newest `tokens_per_row` tokens of the first n rows.
-
-        `table` [n, pages] int32 has the pages of each row, `lengths` [n] int64 its number of tokens including these,
-        0 if it is idle. With `shared`, rows with the same first pages read them together.
-        """
-        self._table, self._lengths, self._shared, self._prefill = table, lengths, shared, None
-        self._tokens_per_row = tokens_per_row
-
-    def begin_prefill(self, packing: Packing, pages: Sequence[Sequence[int]]) -> None:
-        """Sets up a forward of whole packed sequences. `pages` lists the pages of each."""
-        self._prefill = packing
-        page_ids = torch.tensor([page for sequence_pages in pages for page in sequence_pages], device=self.device)
-        first = Packing.from_lengths([len(sequence_pages) for sequence_pages in pages], self.device).cu_seqlens.long()
-        positions = packing.positions()
-        page = page_ids[first[packing.sequence_index()] + positions // PAGE_SIZE]
-        self._slots = page, positions % PAGE_SIZE
+        """See `DecodeCache`. A forward has either next tokens or whole sequences, without padding."""
+        super().begin_forward(lengths, tokens_per_row, prefill, pages, padding)
+        if prefill is not None:
+            assert not len(lengths)
+            assert not padding
+            page_ids = torch.tensor([page for sequence_pages in pages for page in sequence_pages], device=self.device)
+            page_counts = [len(sequence_pages) for sequence_pages in pages]
+            first = Packing.from_lengths(page_counts, self.device).cu_seqlens.long()
+            positions = prefill.positions()
+            page = page_ids[first[prefill.sequence_index()] + positions // PAGE_SIZE]
+            self._slots = page, positions % PAGE_SIZE
 
     def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, score_config: ScoreConfig) -> Tensor:
         """See `DecodeState.attend`."""
         stores = self._stores_for(name, (key, value))
         if self._prefill is None:
             keys, values, *exponents = stores
+            count = len(self._lengths)
             return attend_pages(
                 query,
                 key,
                 value,
                 keys,
                 values,
-                self._table,
+                self.table[:count],
                 self._lengths,
                 score_config,
                 self._counters,
                 exponents=(exponents[0], exponents[1]) if exponents else None,
-                shared=self._shared,
+                shared=None if self.tile_shape is None else self.shared.part(self.tile_shape, count),
             )
         key, value = write_pages(stores, self._slots, (key, value))
         return attend(query, key, value, self._prefill, self._prefill, score_config)
@@ -107,18 +110,15 @@ class PagedCache(DecodeCache):
             lengths = lengths_of_tokens(self._lengths, self._tokens_per_row)
             positions = (lengths - 1).clamp_min(0)
             by_row = (positions // PAGE_SIZE).view(-1, self._tokens_per_row)
-            page = self._table.gather(1, by_row).flatten().long()
+            page = self.table[: len(self._lengths)].gather(1, by_row).flatten().long()
             slots = torch.where(lengths > 0, page, self.pages), positions % PAGE_SIZE
         for store, part in zip(self._stores[name], new, strict=True):
             store.index_put_(slots, part)
         return self._stores[name]
 
-    def recur(self, name: str, inputs: Inputs, step: RecurrentStep, scan: RecurrentScan) -> Tensor:
-        """See `DecodeState.recur`."""
-        if self._prefill is not None:
-            output, self._prefill_states[name] = scan(inputs, self._prefill)
-            return output
-        return self._recur_rows(name, inputs, step, self._tokens_per_row, self._lengths > 0)
+    def _running_rows(self) -> Tensor:
+        """See `DecodeCache`."""
+        return self._lengths > 0
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """See `DecodeCache`. Copies whole pages."""

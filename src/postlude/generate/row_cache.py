@@ -13,8 +13,6 @@ from postlude.model.context import (
     DecodeAttend,
     Inputs,
     PrefillAttend,
-    RecurrentScan,
-    RecurrentStep,
     Stores,
 )
 from postlude.ops.attention import ScoreConfig, attend
@@ -33,10 +31,9 @@ class RowCache(DecodeCache):
     def __init__(self, device: torch.device, *, fp8: bool = False) -> None:
         super().__init__(0, device)
         self.capacity = 0
+        self.longest = 0  # tokens of the longest row of the next step, without its drafts
         self.fp8 = fp8
         self._attention: DecodeAttention | None = None
-        # Of the current forward: the rows that decode, the tokens of each, and the whole sequences.
-        self._decoded_rows, self._tokens_per_row, self._sequence_count = 0, 1, 0
         # Indices of the forward's tokens in the flattened stores.
         self._slots = torch.empty(0, dtype=torch.int64, device=device)
 
@@ -58,26 +55,20 @@ class RowCache(DecodeCache):
     def begin_forward(
         self,
         lengths: Tensor,
-        longest: int,
         tokens_per_row: int = 1,
         prefill: Packing | None = None,
-        rows: Sequence[int] = (),
+        pages: Sequence[Sequence[int]] = (),
         padding: int = 0,
     ) -> None:
-        """Sets up a forward of the newest `tokens_per_row` tokens of the first n rows, then of whole sequences.
-
-        `lengths` [n] int64 are the rows' numbers of tokens including these; none is larger than `longest`. `prefill` is
-        the packing of the sequences that start in `rows`. Its last `padding` tokens, a separate sequence, are not
-        stored.
-        """
-        self._decoded_rows, self._tokens_per_row, self._prefill = len(lengths), tokens_per_row, prefill
-        self._sequence_count = len(rows)
+        """See `DecodeCache`. No row is idle, and none has more tokens than `longest` and its drafts."""
+        super().begin_forward(lengths, tokens_per_row, prefill, pages, padding)
+        longest = self.longest + tokens_per_row - 1
         self._attention = DecodeAttention(lengths, longest, tokens_per_row) if len(lengths) else None
         starts = torch.arange(len(lengths), device=self.device) * self.capacity + (lengths - tokens_per_row)
         self._slots = consecutive_positions(starts, tokens_per_row)
         if prefill is not None:
-            targets = torch.tensor([*rows, *([0] if padding else [])], device=self.device)
-            slots = targets[prefill.sequence_index()] * self.capacity + prefill.positions()
+            rows = torch.tensor([row for (row,) in pages] + ([0] if padding else []), device=self.device)
+            slots = rows[prefill.sequence_index()] * self.capacity + prefill.positions()
             self._slots = torch.cat((self._slots, slots[: prefill.total - padding]))
 
     def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, score_config: ScoreConfig) -> Tensor:
@@ -105,21 +96,9 @@ class RowCache(DecodeCache):
             return decode(inputs, stores, self._attention)
         if self._attention is None:
             return prefill(inputs, self._prefill)
-        decoded = self._decoded_rows * self._tokens_per_row
+        decoded = len(self._lengths) * self._tokens_per_row
         outputs = decode(tuple(part[:decoded] for part in inputs), stores, self._attention)
         return torch.cat((outputs, prefill(tuple(part[decoded:] for part in inputs), self._prefill)))
-
-    def recur(self, name: str, inputs: Inputs, step: RecurrentStep, scan: RecurrentScan) -> Tensor:
-        """See `DecodeState.recur`."""
-        decoded, outputs = self._decoded_rows * self._tokens_per_row, []
-        if decoded:
-            inputs_of_rows = tuple(part[:decoded] for part in inputs)
-            outputs.append(self._recur_rows(name, inputs_of_rows, step, self._tokens_per_row))
-        if self._prefill is not None:
-            output, states = scan(tuple(part[decoded:] for part in inputs), self._prefill)
-            outputs.append(output)
-            self.set_prefill_states(name, tuple(state[: self._sequence_count] for state in states))
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def move(self, sources: Tensor, targets: Tensor, copies: Sequence[PageCopy]) -> None:
         """See `DecodeCache`. Also moves the stores."""

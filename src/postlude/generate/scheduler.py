@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude.generate.completion_state import CompletionState, PromptState
-from postlude.generate.decode_cache import DecodeCache, PageCopy
-from postlude.generate.decode_rows import LOG_MIN_P, NO_TOKEN, DecodeRows
+from postlude.generate.decode_cache import PageCopy
+from postlude.generate.decode_rows import LOG_MIN_P, NO_TOKEN, sample_next
+from postlude.generate.model_step import ModelStep
 from postlude.generate.pages import PageAllocator, RunningCompletion
-from postlude.model import LanguageModel
+from postlude.generate.sampler import SamplerSettings
 from postlude.model.context import States, Stores
 from postlude.ops.packing import to_device
 
@@ -81,22 +82,21 @@ class Scheduler(ABC):
 
     def __init__(
         self,
-        model: LanguageModel,
-        rows: DecodeRows,
-        cache: DecodeCache,
+        model_step: ModelStep,
         allocator: PageAllocator,
         *,
         max_sequences: int,
         max_prefill_tokens: int,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.model, self.rows, self.cache, self.allocator, self.group = model, rows, cache, allocator, group
-        self.max_sequences, self.max_prefill_tokens = min(max_sequences, rows.size), max_prefill_tokens
-        self.device = rows.numbers.device
+        self.model_step, self.model, self.allocator, self.group = model_step, model_step.model, allocator, group
+        self.rows, self.cache, self.device = model_step.rows, model_step.cache, model_step.cache.device
+        self.max_sequences, self.max_prefill_tokens = min(max_sequences, self.rows.size), max_prefill_tokens
         self.waiting: deque[CompletionState] = deque()
         self.running: list[RunningCompletion] = []
         self.unread_results: deque[_StepResults] = deque()
         self.prefilled: dict[PromptState, _PrefillState] = {}
+        self.filtered = False  # whether a completion has top-k, top-p or min-p
         self.ended_rows: list[int] = []  # rows that are still active on the device, although their completion has ended
         self.rows.numbers.zero_()
 
@@ -113,6 +113,7 @@ class Scheduler(ABC):
         """Adds completions. They join the running ones when there is room."""
         self.waiting.extend(completions)
         self.allocator.add(completions, len(self.running) + len(self.waiting))
+        self.filtered = self.filtered or any(completion.prompt.sampling.filtered for completion in completions)
 
     def finish(self) -> None:
         """Steps until this rank and the other ranks of its group have no completions left."""
@@ -175,6 +176,12 @@ class Scheduler(ABC):
             on_host = results.clone()
         self.unread_results.append(_StepResults([(running.row, running) for running in completions], on_host, event))
 
+    def _send_decoded(self, decoded: Sequence[RunningCompletion]) -> None:
+        """Starts to copy the results of a step that decoded these completions."""
+        self._send_results(decoded, self.rows.tokens_per_step)
+        for running in decoded:
+            running.scheduled_length += self.rows.tokens_per_step
+
     def _read_results(self) -> None:
         """Waits for the results of the oldest unread step, and adds its tokens to the completions."""
         step = self.unread_results.popleft()
@@ -201,6 +208,10 @@ class Scheduler(ABC):
 
     def _remove_finished(self, running: RunningCompletion) -> None:
         """Removes a completion that finished or failed."""
+        if running.state.error is not None:
+            self.cache.clear(running.row)
+        elif self.model_step.routing_record is not None:
+            self.model_step.routing_record.copy_to(running.state, running.pages)
         if running.state.stopped_by is not None or running.state.error is not None:
             self.ended_rows.append(running.row)
         self._remove(running)
@@ -318,6 +329,22 @@ class Scheduler(ABC):
         if not completion.tokens:
             prompt.unstarted -= 1
         return RunningCompletion(completion, row, pages, length + 1)
+
+    def _start_and_sample(self, joining: JoiningCompletions, prefill_logits: Tensor) -> None:
+        """Starts joining completions, and samples their first token.
+
+        `prefill_logits` [m, vocab] are those after the sequences that were prefilled for them.
+        """
+        indices = self._integers([running.row for running in joining.completions])
+        logits = self._start(joining, indices, prefill_logits)
+        self._write_rows(joining.completions, indices)
+        settings = self._sampler_settings(joining.completions)
+        sample_next(logits, indices, self.rows, filtered=self.filtered, settings=settings)
+        self._send_results(joining.completions, 1)
+
+    def _sampler_settings(self, completions: Sequence[RunningCompletion]) -> SamplerSettings | None:
+        """Returns the sampler settings of these completions; None if the sampler reads them from their rows."""
+        return None
 
     def _start(self, joining: JoiningCompletions, row_indices: Tensor, logits: Tensor) -> Tensor:
         """Starts joining completions in their rows, from `logits` [m, vocab] after the sequences prefilled for them.
