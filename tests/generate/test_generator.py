@@ -101,6 +101,14 @@ def test_logprobs_equal_a_forward_of_the_whole_completion(name: str, temperature
         assert completion.sampled_logprobs == completion.logprobs
 
 
+SAMPLINGS = [SamplingParams(max_new_tokens=5 + 7 * place, temperature=0.8, top_p=0.95, seed=9) for place in range(6)]
+
+
+@pytest.fixture(scope="module")
+def without_limits(dense: LanguageModel) -> list[list[Completion]]:
+    return Generator(dense).generate(prompts(256), SAMPLINGS, n=3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "limits",
@@ -113,17 +121,16 @@ def test_logprobs_equal_a_forward_of_the_whole_completion(name: str, temperature
     ],
     ids=str,
 )
-def test_a_completion_does_not_depend_on_what_runs_beside_it(limits: dict[str, int], dense: LanguageModel) -> None:
-    prompt_list = prompts(256)
-    sampling = [SamplingParams(max_new_tokens=5 + 7 * place, temperature=0.8, top_p=0.95, seed=9) for place in range(6)]
-    expected = Generator(dense).generate(prompt_list, sampling, n=3)
-    answered = Generator(dense, **limits).generate(prompt_list, sampling, n=3)
-    assert tokens(answered) == tokens(expected)
-    for group, reference in zip(answered, expected, strict=True):
+def test_a_completion_does_not_depend_on_what_runs_beside_it(
+    limits: dict[str, int], dense: LanguageModel, without_limits: list[list[Completion]]
+) -> None:
+    answered = Generator(dense, **limits).generate(prompts(256), SAMPLINGS, n=3)
+    assert tokens(answered) == tokens(without_limits)
+    for group, reference in zip(answered, without_limits, strict=True):
         for completion, expected_completion in zip(group, reference, strict=True):
             assert completion.logprobs == pytest.approx(expected_completion.logprobs, abs=1e-4)
             assert completion.sampled_logprobs == pytest.approx(expected_completion.sampled_logprobs, abs=1e-4)
-    assert len({tuple(answer) for group in tokens(expected) for answer in group}) == 18
+    assert len({tuple(answer) for group in tokens(without_limits) for answer in group}) == 18
 
 
 def test_seeds_and_indices_give_other_completions(dense: LanguageModel) -> None:
