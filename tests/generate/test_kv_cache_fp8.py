@@ -13,6 +13,7 @@ from postlude.generate.generator import Generator, check_kv_cache_dtype
 from postlude.generate.protocol import Completion
 from postlude.generate.sampling_params import SamplingParams
 from postlude.ops.kernels import capabilities
+from tests.engine.training import config
 from tests.generate.test_scheduler import DEVICES, EagerGenerator, GraphGenerator, dense, hybrid, uneven
 from tests.model.small import small_model
 
@@ -81,7 +82,7 @@ def test_drafting_does_not_change_the_completions() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_memory_of_the_cache_holds_as_many_tokens_more(dtype: torch.dtype) -> None:
-    model, caches = load_model("tiny-dense").to(dtype), []
+    model, caches = load_model(config("tiny-dense", num_hidden_layers=1)).to(dtype), []
     for kv_cache_dtype in ("auto", "fp8"):
         generator = GraphGenerator(model, max_batch_tokens=128, max_sequences=8, kv_cache_dtype=kv_cache_dtype)
         generator.generate([[1, 2, 3]] * 8, SamplingParams(max_new_tokens=3, temperature=0.0))
@@ -99,10 +100,10 @@ def test_latents_are_refused() -> None:
 
 
 def test_an_unknown_dtype_and_an_old_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_model("tiny-dense").config
+    dense_config = load_model("tiny-dense").config
     with pytest.raises(ValueError, match="kv_cache_dtype is 'int4', but the choices are 'auto', 'fp8'"):
-        check_kv_cache_dtype("int4", config, torch.device("cpu"))
+        check_kv_cache_dtype("int4", dense_config, torch.device("cpu"))
     monkeypatch.setattr("postlude.generate.generator.gpu_of", lambda device: capabilities.GPUS["A100"])
     with pytest.raises(ValueError, match=r"need compute capability 8\.9, and A100 has 8\.0\. Use \"auto\""):
-        check_kv_cache_dtype("fp8", config, torch.device("cuda"))
-    check_kv_cache_dtype("auto", config, torch.device("cuda"))
+        check_kv_cache_dtype("fp8", dense_config, torch.device("cuda"))
+    check_kv_cache_dtype("auto", dense_config, torch.device("cuda"))
