@@ -279,6 +279,7 @@ def test_loaded_model_continues_like_the_saved_one_bit_exactly(one_rank: dict[st
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp=2", "pp=2"])
 def test_layout_equals_one_rank(ranks: Ranks, one_rank: dict[str, Any], layout: str, tmp_path: Path) -> None:
     results, _ = ranks(2, run_all_calls, layout, tmp_path, one_rank["model"])
