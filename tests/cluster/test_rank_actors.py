@@ -21,7 +21,7 @@ from postlude.cluster.server_actors import RayLauncher
 from postlude.recipes.run.directory import read_record
 from postlude.world.failure_report import RankError, RankStatus
 from tests.conftest import PATIENCE
-from tests.recipes.test_killed import contents, logged_files, order, place
+from tests.recipes.test_killed import logged_files, order_kill, output_files, place
 
 pytestmark = pytest.mark.slow
 __all__ = ["place"]  # a fixture
@@ -36,14 +36,14 @@ def test_killed_rank_restarts_from_last_checkpoint(
     local_ray: None, place: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert run_grpo(place, "whole") == 0
-    order(place, "backward")
+    order_kill(place, "backward")
     assert run_grpo(place, "parts", "--ray") == 0
     assert not (place / "order").exists(), "the moment never came"
     logged = logged_files(place / "parts")
     for row in logged["metrics"]:
         assert row.pop("workers/lost", 0.0) == 0.0
     assert logged == logged_files(place / "whole"), "no step is lost or learned twice"
-    assert contents(place / "parts") == contents(place / "whole")
+    assert output_files(place / "parts") == output_files(place / "whole")
     assert [start["step"] for start in read_record(place / "parts")["starts"]] == [0, 2]
     assert "rank 0 of 1 was lost: its worker process has died. All ranks start again from step-000002" in caplog.text
     logged_steps = [line.split()[1] for line in capfd.readouterr().out.splitlines() if line.startswith("step ")]

@@ -1,4 +1,4 @@
-"""The tensors that Python knows of in this process, and their memory."""
+"""Tensors that are alive in this process, and their memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from postlude.model.parallel import is_dtensor
 
 
 def live_tensors() -> list[Tensor]:
-    """Returns all but DTensors, whose local shards are among them, and garbage that was not collected yet.
+    """Returns all except DTensors, whose local shards are included, and uncollected garbage.
 
     gloo's threads hold the tensors of finished collectives for a moment. Keep the first list to compare a second one.
     """
@@ -20,7 +20,7 @@ def live_tensors() -> list[Tensor]:
 
 
 def live_matrices() -> list[Tensor]:
-    """Returns floating-point tensors of two and more dimensions: weights and activations."""
+    """Returns floating-point tensors with two or more dimensions: weights and activations."""
     return [tensor for tensor in live_tensors() if tensor.ndim > 1 and tensor.is_floating_point()]
 
 

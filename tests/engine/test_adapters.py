@@ -1,4 +1,4 @@
-"""Several adapters in one engine: each equals, to the bit, the adapter of an engine of its own."""
+"""Several adapters in one engine: each is bit-identical to the adapter of an engine with it alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CALLS = [("a", 0), ("b", 1), ("a", 2), ("b", None), ("a", None), ("b", 3), ("a",
 
 
 def batch(seed: int) -> Batch:
-    """Three microbatches: two ranks that share the batch have unequal parts."""
+    """Returns three microbatches, so that two data-parallel ranks have unequal shares."""
     return batch_of(seed, LENGTHS[:5])
 
 
@@ -55,8 +55,8 @@ def adapter(engine: Engine, name: str) -> dict[str, Tensor]:
     return {key: tensor.clone() for key, tensor in stream_adapters(engine, name=name)}
 
 
-def follow(engine: Engine, calls: list[tuple[str, int | None]]) -> dict[str, list[Any]]:
-    """Makes the calls. Returns by adapter what they returned; b's steps have settings of their own."""
+def run_calls(engine: Engine, calls: list[tuple[str, int | None]]) -> dict[str, list[Any]]:
+    """Makes the calls. Returns their results by adapter; b's steps have their own settings."""
     results: dict[str, list[Any]] = {}
     for name, seed in calls:
         engine.set_adapter(name)
@@ -84,17 +84,17 @@ def results(engine: Engine, name: str) -> dict[str, Any]:
     }
 
 
-def together_and_alone(group: Any, layout: str, options: dict[str, Any]) -> dict[str, Any]:
+def run_together_and_alone(group: Any, layout: str, options: dict[str, Any]) -> dict[str, Any]:
     joint_engine = build(layout, **options)
     for name in LORAS:
         add(joint_engine, name)
     new = {name: adapter(joint_engine, name) for name in LORAS}
-    calls = follow(joint_engine, CALLS)
+    calls = run_calls(joint_engine, CALLS)
     differing = []
     for name in LORAS:
         alone = build(layout, **options)
         add(alone, name)
-        if calls[name] != follow(alone, [call for call in CALLS if call[0] == name])[name]:
+        if calls[name] != run_calls(alone, [call for call in CALLS if call[0] == name])[name]:
             differing.append(f"calls of {name}")
         actual, expected = results(joint_engine, name), results(alone, name)
         differing += [f"{name} {key}" for key in expected if not identical(actual[key], expected[key])]
@@ -137,26 +137,26 @@ def identical(first: Any, second: Any) -> bool:
 )
 def test_each_adapter_equals_one_trained_alone(ranks: Ranks, layout: str, options: dict[str, Any]) -> None:
     size, (new,) = Layout.parse(layout).world_size, ranks(1, new_adapters)
-    for actual in ranks(size, together_and_alone, layout, options):
+    for actual in ranks(size, run_together_and_alone, layout, options):
         assert actual["differing"] == []
         assert actual["from base"] > 1e-3
         assert identical(actual["new"], new)
 
 
-def save_all(group: Any, layout: str, directory: str) -> dict[str, Any]:
+def save_checkpoints(group: Any, layout: str, directory: str) -> dict[str, Any]:
     engine = build(layout)
     for name in LORAS:
         add(engine, name)
-    follow(engine, CALLS)
+    run_calls(engine, CALLS)
     engine.save(f"{directory}/all", extra={"epoch": 3})
     for name in LORAS:
         save_adapter_state(engine, f"{directory}/{name}", name=name, extra={"of": name})
         export_adapter(engine, f"{directory}/{name}-peft", name=name)
     saved = {name: adapter(engine, name) for name in LORAS}
-    return {"saved": saved, "later": follow(engine, CALLS), "then": {name: adapter(engine, name) for name in LORAS}}
+    return {"saved": saved, "later": run_calls(engine, CALLS), "then": {name: adapter(engine, name) for name in LORAS}}
 
 
-def load_all(group: Any, layout: str, directory: str) -> dict[str, Any]:
+def load_checkpoints(group: Any, layout: str, directory: str) -> dict[str, Any]:
     """Loads a checkpoint into an engine without adapters, and single states into one that trains another."""
     full_engine, single, peft = build(layout), build(layout), build(layout)
     extra = [full_engine.load(f"{directory}/all")]
@@ -173,9 +173,9 @@ def load_all(group: Any, layout: str, directory: str) -> dict[str, Any]:
         peft_loaded[name] = adapter(peft, name)
     single.set_adapter("other")
     unchanged = identical(gradients, dict(stream_adapters(single, gradients=True)))
-    later = follow(full_engine, CALLS)
+    later = run_calls(full_engine, CALLS)
     single_calls = [(f"new {name}", seed) for name, seed in CALLS if name == "a"]
-    single_later = follow(single, single_calls)["new a"]
+    single_later = run_calls(single, single_calls)["new a"]
     return {
         "extra": extra,
         "loaded": [whole_loaded, single_loaded, peft_loaded],
@@ -190,11 +190,9 @@ def load_all(group: Any, layout: str, directory: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "layout", ["dp_shard=2,ep=2", *(pytest.param(layout, marks=pytest.mark.thorough) for layout in ("tp=2", "pp=2"))]
 )
-def test_checkpoints_hold_all_adapters_or_one_and_move_between_layouts(
-    ranks: Ranks, tmp_path: Path, layout: str
-) -> None:
-    saved = ranks(2, save_all, "dp_shard=2,ep=2", str(tmp_path))[0]
-    for actual in ranks(2, load_all, layout, str(tmp_path)):
+def test_checkpoints_of_all_or_one_adapter_load_in_other_layouts(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    saved = ranks(2, save_checkpoints, "dp_shard=2,ep=2", str(tmp_path))[0]
+    for actual in ranks(2, load_checkpoints, layout, str(tmp_path)):
         assert actual["extra"] == [{"epoch": 3}, {"of": "a"}, {"of": "b"}]
         assert all(identical(loaded, saved["saved"]) for loaded in actual["loaded"])
         assert actual["kept"]
@@ -258,7 +256,7 @@ def switch_and_remove(group: Any, directory: str) -> dict[str, Any]:
     return outputs | {"shares": shares, "freed": freed, "active": engine.adapters.active}
 
 
-def test_switching_moves_nothing_and_mistakes_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_switching_adapters_copies_nothing_and_invalid_calls_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     (actual,) = ranks(1, switch_and_remove, str(tmp_path / "adapter"))
     assert actual["shares"]
     assert actual["freed"]
@@ -314,7 +312,7 @@ def test_checkpoints_of_other_adapters_are_refused(ranks: Ranks, tmp_path: Path)
 
 
 def step_settings(group: Any, layout: str) -> list[bool]:
-    """Full training: a step with settings of its own is that of an engine that was made with them."""
+    """Full training: a step with its own settings equals that of an engine created with them."""
     first_engine, second_engine = (
         build(layout, DENSE, lora=None, optimizer=AdamW(lr=1.0)),
         build(layout, DENSE, lora=None, optimizer=STEP),
@@ -332,11 +330,11 @@ def step_settings(group: Any, layout: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("layout", ["", "dp_shard=2"])
-def test_a_step_takes_settings_of_its_own_in_full_training(ranks: Ranks, layout: str) -> None:
+def test_optimizer_step_takes_its_own_settings_in_full_training(ranks: Ranks, layout: str) -> None:
     assert all(map(all, ranks(Layout.parse(layout).world_size, step_settings, layout)))
 
 
-def use_different_ones(group: Any) -> tuple[str, str]:
+def use_different_adapters(group: Any) -> tuple[str, str]:
     engine = build("tp=2", DENSE, lora={"a": LoRA(rank=2), "b": LoRA(rank=2)})
     engine.set_adapter("ab"[engine.mesh.tp.rank])
     refused = error_text(lambda: engine.forward_backward(batch(0), policy))
@@ -345,6 +343,6 @@ def use_different_ones(group: Any) -> tuple[str, str]:
 
 
 def test_ranks_that_use_different_adapters_are_refused_before_the_pass(ranks: Ranks) -> None:
-    for refused, afterwards in ranks(2, use_different_ones):
+    for refused, afterwards in ranks(2, use_different_adapters):
         assert "or use different adapters" in refused
         assert afterwards == "nothing"

@@ -1,4 +1,4 @@
-"""scatter_batch: training equals that of a batch given to all ranks, and a rank gets only its own rows."""
+"""scatter_batch: training equals a batch given to all ranks, and a rank gets only its own rows."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_a_sharded_batch_equals_the_global_batch(ranks, layout: str, owners: Seq
     ranks(Layout.parse(layout).world_size, compare_sharded_with_global, layout, owners)
 
 
-class Counted(Sequence[Any]):
+class CountedSequences(Sequence[Any]):
     """Sequences that record which of them are read. Reading a length is not recorded."""
 
     class Row:
@@ -96,7 +96,7 @@ class Counted(Sequence[Any]):
 
 
 def read_rows(group: dist.ProcessGroup) -> tuple[set[int], set[int]]:
-    sequences = Counted(batch(1).sequences)
+    sequences = CountedSequences(batch(1).sequences)
     local = shard_batch(Batch(sequences), mesh(Layout(dp_shard=4)), MODEL, budget=8 * BUDGET, device=CPU)
     return sequences.read_indices, {index for microbatch in local.microbatches for index in microbatch.sequences}
 
@@ -109,7 +109,7 @@ def test_a_rank_reads_only_its_own_sequences_and_those_of_the_next_rank(ranks) -
     assert set.union(*(run for _, run in results)) == set(range(len(LENGTHS)))
 
 
-def communicated(group: dist.ProcessGroup) -> tuple[int, int]:
+def communicated_sizes(group: dist.ProcessGroup) -> tuple[int, int]:
     """Returns the most numbers that evaluate_tokens all-reduces for values [tokens, 16], and the bytes it gathers."""
     engine, global_batch = build("dp_shard=2", DENSE), batch(1)
     engine.logprobs(global_batch)  # exchanges that happen once
@@ -127,13 +127,13 @@ def communicated(group: dist.ProcessGroup) -> tuple[int, int]:
 
 
 def test_results_are_gathered_once_and_never_summed_over_the_world(ranks) -> None:
-    for summed, gathered in ranks(2, communicated):
+    for summed, gathered in ranks(2, communicated_sizes):
         assert summed < 100
         assert sum(LENGTHS) * 16 * 4 <= gathered <= 2 * (sum(LENGTHS) // 2 + BUDGET) * 16 * 4
 
 
 def error_with_other_batch(group: dist.ProcessGroup, layout: str, fault: str) -> str:
-    """Gives the last rank another batch, and returns the error."""
+    """Gives the last rank another batch and returns the error."""
     engine, global_batch, last = build(layout, DENSE), batch(1), dist.get_rank() == 1
     sequences, columns, groups = list(global_batch.sequences), dict(global_batch.columns), None
     if last and fault == "lengths":

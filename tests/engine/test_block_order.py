@@ -1,4 +1,4 @@
-"""An MLP anywhere in its group: each layout equals one rank, grouping changes nothing, generation equals a forward."""
+"""MLP blocks anywhere in a group: layouts equal one rank, grouping changes nothing, decoding equals a forward."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_layout_equals_one_rank(ranks: Any, layout: str, options: dict[str, An
     assert {f"layers.2.{name}.up_proj.weight" for name in ("mlp", "mlp_2")} < report.gradients.keys()
 
 
-def test_grouping_changes_no_value() -> None:
+def test_grouping_does_not_change_results() -> None:
     grouped = LanguageModel(CONFIG)
     ungrouped = load_model(Recast(CONFIG, "M-*-**-M---E"))
     ungrouped.load_state_dict(dict(zip(ungrouped.state_dict(), grouped.state_dict().values(), strict=True)))

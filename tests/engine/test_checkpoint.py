@@ -24,10 +24,10 @@ from tests.engine.training import (
     build,
     config,
     error_text,
+    infinite_gradient,
     optimizer_state,
     policy,
     train,
-    unlearnable,
     weights,
 )
 from tests.equality import assert_equal
@@ -55,10 +55,10 @@ def size(layout: str) -> int:
     return Layout.parse(layout).world_size
 
 
-def save_and_go_on(group: Any, hf: PretrainedConfig, layout: str, directory: str) -> dict[str, Any]:
+def save_and_continue(group: Any, hf: PretrainedConfig, layout: str, directory: str) -> dict[str, Any]:
     engine = build(layout, hf)
     train(engine, [1, 2])
-    engine.forward_backward(batch(3), unlearnable)
+    engine.forward_backward(batch(3), infinite_gradient)
     engine.optimizer_step()
     train(engine, [3])
     torch.manual_seed(7)
@@ -72,7 +72,7 @@ def save_and_go_on(group: Any, hf: PretrainedConfig, layout: str, directory: str
     }
 
 
-def load_and_go_on(group: Any, hf: PretrainedConfig, layout: str, directory: str) -> dict[str, Any]:
+def load_and_continue(group: Any, hf: PretrainedConfig, layout: str, directory: str) -> dict[str, Any]:
     engine = build(layout, hf, seed=1)
     torch.manual_seed(8)
     extra = engine.load(directory)
@@ -128,8 +128,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     ranks: Any, tmp_path: Path, hf: PretrainedConfig, before: str, after: str
 ) -> None:
     directory = str(tmp_path / "checkpoint")
-    uninterrupted = ranks(size(before), save_and_go_on, hf, before, directory)
-    resumed = ranks(size(after), load_and_go_on, hf, after, directory)
+    uninterrupted = ranks(size(before), save_and_continue, hf, before, directory)
+    resumed = ranks(size(after), load_and_continue, hf, after, directory)
     for actual in resumed:
         assert actual["extra"] == EXTRA
         assert bitwise_equal(actual["weights"], uninterrupted[0]["weights"])
@@ -139,7 +139,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
 
 
-def resume_here(group: Any, directory: str) -> tuple[Any, ...]:
+def resume_in_same_engine(group: Any, directory: str) -> tuple[Any, ...]:
     engine = build("dp_shard=2", DENSE)
     train(engine, [1, 2])
     engine.save(directory)
@@ -150,13 +150,15 @@ def resume_here(group: Any, directory: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.slow
-def test_going_back_in_the_same_engine_is_exact_to_the_bit(ranks: Any, tmp_path: Path) -> None:
-    for (losses, tensors), (resumed_losses, tensors_again) in ranks(2, resume_here, str(tmp_path / "checkpoint")):
+def test_loading_in_the_same_engine_is_bit_exact(ranks: Any, tmp_path: Path) -> None:
+    for (losses, tensors), (resumed_losses, tensors_again) in ranks(
+        2, resume_in_same_engine, str(tmp_path / "checkpoint")
+    ):
         assert losses == resumed_losses
         assert bitwise_equal(tensors, tensors_again)
 
 
-def back_to_the_start(group: Any, directory: str) -> tuple[Any, ...]:
+def load_initial_checkpoint(group: Any, directory: str) -> tuple[Any, ...]:
     engine = build("dp_shard=2", DENSE)
     engine.save(directory)
     expected = train(engine, [1, 2]), weights(engine)
@@ -166,38 +168,46 @@ def back_to_the_start(group: Any, directory: str) -> tuple[Any, ...]:
 
 def test_a_checkpoint_from_before_the_first_step_loads_in_a_used_engine(ranks: Any, tmp_path: Path) -> None:
     for (losses, tensors), (step, resumed_losses, tensors_again) in ranks(
-        2, back_to_the_start, str(tmp_path / "checkpoint")
+        2, load_initial_checkpoint, str(tmp_path / "checkpoint")
     ):
         assert step == 0
         assert losses == resumed_losses
         assert bitwise_equal(tensors, tensors_again)
 
 
-def nothing(engine: Engine) -> None:
+def step_without_gradients(engine: Engine) -> None:
     """A first step without gradients."""
     engine.optimizer_step()
 
 
-def skipped(engine: Engine) -> None:
+def step_with_infinite_gradient(engine: Engine) -> None:
     """A first step whose gradient is not finite."""
-    engine.forward_backward(batch(0), unlearnable)
+    engine.forward_backward(batch(0), infinite_gradient)
     assert engine.optimizer_step().skipped
 
 
-def another_skipped(engine: Engine) -> None:
-    """The same, of another optimizer."""
+def infinite_gradient_after_set_optimizer(engine: Engine) -> None:
+    """A first step of a new optimizer whose gradient is not finite."""
     train(engine, [1])
     engine.set_optimizer(AdamW(lr=1e-4))
-    skipped(engine)
+    step_with_infinite_gradient(engine)
 
 
-def idle_between(engine: Engine) -> None:
+def idle_step_after_a_step(engine: Engine) -> None:
     """A step without gradients after one that had some."""
     train(engine, [1])
-    nothing(engine)
+    step_without_gradients(engine)
 
 
-UNMOVED = {function.__name__: function for function in (nothing, skipped, another_skipped, idle_between)}
+UNMOVED = {
+    function.__name__: function
+    for function in (
+        step_without_gradients,
+        step_with_infinite_gradient,
+        infinite_gradient_after_set_optimizer,
+        idle_step_after_a_step,
+    )
+}
 
 
 def save_unmoved(group: Any, start: str, layout: str, optimizer: AdamW, directory: str) -> list[tuple[Any, ...]]:
@@ -227,11 +237,15 @@ def save_unmoved(group: Any, start: str, layout: str, optimizer: AdamW, director
 @pytest.mark.parametrize(
     ("start", "layout", "moments"),
     [
-        ("idle_between", "", "fp32"),
-        *(pytest.param(start, "", "fp32", marks=pytest.mark.thorough) for start in UNMOVED if start != "idle_between"),
-        ("skipped", "", "8bit"),
-        pytest.param("another_skipped", "pp=2", "fp32", marks=pytest.mark.slow),
-        pytest.param("nothing", "dp_shard=2", "fp32", marks=pytest.mark.slow),
+        ("idle_step_after_a_step", "", "fp32"),
+        *(
+            pytest.param(start, "", "fp32", marks=pytest.mark.thorough)
+            for start in UNMOVED
+            if start != "idle_step_after_a_step"
+        ),
+        ("step_with_infinite_gradient", "", "8bit"),
+        pytest.param("infinite_gradient_after_set_optimizer", "pp=2", "fp32", marks=pytest.mark.slow),
+        pytest.param("step_without_gradients", "dp_shard=2", "fp32", marks=pytest.mark.slow),
     ],
 )
 def test_a_checkpoint_after_a_step_without_an_update_resumes(
@@ -247,8 +261,8 @@ def test_a_checkpoint_after_a_step_without_an_update_resumes(
             assert bitwise_equal(resumed[4], expected[4])
 
 
-def draws_of_ranks(group: Any, saves: bool, layout: str, directory: str) -> list[float]:
-    """Returns this rank's random numbers after a save, or after a load, whatever it had sampled before."""
+def random_numbers_after_load(group: Any, saves: bool, layout: str, directory: str) -> list[float]:
+    """Returns this rank's random numbers after a save or a load, whatever it sampled before."""
     rank = dist.get_rank()
     engine = build(layout, DENSE)
     torch.manual_seed(100 + rank if saves else 200)
@@ -262,11 +276,11 @@ def draws_of_ranks(group: Any, saves: bool, layout: str, directory: str) -> list
 @pytest.mark.slow
 def test_every_rank_gets_its_own_random_state_back(ranks: Any, tmp_path: Path) -> None:
     directory = str(tmp_path / "checkpoint")
-    expected = ranks(2, draws_of_ranks, True, "dp_shard=2", directory)
+    expected = ranks(2, random_numbers_after_load, True, "dp_shard=2", directory)
     assert expected[0] != expected[1]
-    assert ranks(2, draws_of_ranks, False, "tp=2", directory) == expected
-    assert ranks(1, draws_of_ranks, False, "", directory) == expected[:1]
-    assert ranks(4, draws_of_ranks, False, "dp_shard=4", directory) == [*expected, expected[0], expected[0]]
+    assert ranks(2, random_numbers_after_load, False, "tp=2", directory) == expected
+    assert ranks(1, random_numbers_after_load, False, "", directory) == expected[:1]
+    assert ranks(4, random_numbers_after_load, False, "dp_shard=4", directory) == [*expected, expected[0], expected[0]]
 
 
 @pytest.mark.gpu
@@ -299,7 +313,7 @@ def test_sgd_resumes_with_and_without_momentum(ranks: Any, tmp_path: Path, momen
 # --- written aside and renamed
 
 
-def save_changing_at_once(group: Any, directory: str) -> tuple[Any, ...]:
+def save_and_change_immediately(group: Any, directory: str) -> tuple[Any, ...]:
     engine = build("tp=2", DENSE)
     train(engine, [1])
     at_save = weights(engine), optimizer_state(engine)
@@ -317,11 +331,11 @@ def save_changing_at_once(group: Any, directory: str) -> tuple[Any, ...]:
 
 
 def test_a_background_save_holds_the_values_at_its_start(ranks: Any, tmp_path: Path) -> None:
-    assert ranks(2, save_changing_at_once, str(tmp_path / "checkpoint")) == [(True, True, True, 1)] * 2
+    assert ranks(2, save_and_change_immediately, str(tmp_path / "checkpoint")) == [(True, True, True, 1)] * 2
 
 
 def save_with_a_fault(group: Any, fault: str, directory: str, wait: bool) -> tuple[str, str, bool, str]:
-    """What `save` says with the fault, what `finish_saving` says, whether the target is there, and what comes after."""
+    """Returns the errors of `save` and `finish_saving` with the fault, whether the target exists, and a later save."""
     engine = build("dp_shard=2", DENSE)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == FAULTS[fault][0]:
@@ -333,12 +347,12 @@ def save_with_a_fault(group: Any, fault: str, directory: str, wait: bool) -> tup
     return at_once, later, exists, error_text(lambda: engine.save(directory))
 
 
-def full(*arguments: Any, **options: Any) -> None:
+def disk_full(*arguments: Any, **options: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
 def no_room_for_tensors(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StagedFile, "write", full)
+    patch.setattr(StagedFile, "write", disk_full)
 
 
 def no_room_for_the_state(patch: pytest.MonkeyPatch) -> None:
@@ -346,12 +360,12 @@ def no_room_for_the_state(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         Path,
         "write_text",
-        lambda path, text, *arguments: full() if path.name == "state.json" else write(path, text, *arguments),
+        lambda path, text, *arguments: disk_full() if path.name == "state.json" else write(path, text, *arguments),
     )
 
 
 def no_room_for_the_directory(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Path, "mkdir", full)
+    patch.setattr(Path, "mkdir", disk_full)
 
 
 FAULTS: dict[str, tuple[int, Callable[[pytest.MonkeyPatch], None]]] = {
@@ -363,7 +377,7 @@ FAULTS: dict[str, tuple[int, Callable[[pytest.MonkeyPatch], None]]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("wait", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_a_save_that_fails_on_one_rank_raises_on_all_and_leaves_no_directory(
+def test_save_that_fails_on_one_rank_raises_on_all_ranks_and_leaves_no_directory(
     ranks: Any, tmp_path: Path, fault: str, wait: bool
 ) -> None:
     outputs = ranks(2, save_with_a_fault, fault, str(tmp_path / "checkpoint"), wait)
@@ -379,7 +393,7 @@ def test_a_save_that_fails_on_one_rank_raises_on_all_and_leaves_no_directory(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
 
 
-def save_over_remains(group: Any, directory: str) -> tuple[str, bool]:
+def save_over_incomplete_save(group: Any, directory: str) -> tuple[str, bool]:
     engine = build("dp_shard=2", DENSE)
     if dist.get_rank() == 0:  # as a save that was killed leaves it
         aside = Path(directory).parent / f".{Path(directory).name}.partial"
@@ -392,20 +406,18 @@ def save_over_remains(group: Any, directory: str) -> tuple[str, bool]:
     return error_text(lambda: engine.save(directory)), bitwise_equal(before, weights(engine))
 
 
-def test_remains_of_a_killed_save_are_swept_away_and_a_checkpoint_is_never_overwritten(
-    ranks: Any, tmp_path: Path
-) -> None:
+def test_incomplete_saves_are_removed_and_checkpoints_are_never_overwritten(ranks: Any, tmp_path: Path) -> None:
     target = tmp_path / "checkpoint"
     sentence = f"FileExistsError: {target} exists already; a checkpoint is written to a new directory."
-    assert ranks(2, save_over_remains, str(target)) == [(sentence, True)] * 2
+    assert ranks(2, save_over_incomplete_save, str(target)) == [(sentence, True)] * 2
 
 
-def save_odd_extra(group: Any, directory: str) -> str:
+def save_invalid_extra(group: Any, directory: str) -> str:
     return error_text(lambda: build("dp_shard=2", DENSE).save(directory, extra={"when": object()}))
 
 
 def test_extra_that_is_not_json_is_refused_before_anything_is_written(ranks: Any, tmp_path: Path) -> None:
-    for answer in ranks(2, save_odd_extra, str(tmp_path / "checkpoint")):
+    for answer in ranks(2, save_invalid_extra, str(tmp_path / "checkpoint")):
         assert answer == (
             "TypeError: `extra` is kept as JSON, which cannot hold it (Object of type object is not JSON "
             "serializable); give numbers, strings, lists and dicts."
@@ -432,7 +444,7 @@ def saved(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load_in_layout(
     group: Any, directory: str, hf: PretrainedConfig, layout: str, optimizer: Any
 ) -> tuple[str, bool, bool]:
-    """What `load` says to a used engine and to a fresh one, and whether they are what they were. They go on."""
+    """Returns the errors of `load` in a used and a new engine, and whether they are unchanged. Both then continue."""
     engine, fresh = (build(layout, hf, optimizer=optimizer) for _ in range(2))
     train(engine, [1])
     before = [(weights(target), optimizer_state(target), target.step) for target in (engine, fresh)]
@@ -462,7 +474,7 @@ def files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.safetensors"))
 
 
-def flip_a_byte(directory: Path) -> str:
+def flip_byte(directory: Path) -> str:
     path = files(directory)[1]
     content = bytearray(path.read_bytes())
     content[-100] ^= 1
@@ -470,24 +482,24 @@ def flip_a_byte(directory: Path) -> str:
     return f"ValueError: {directory} is damaged: {path.name} is not what was saved there. Load another checkpoint."
 
 
-def cut_short(directory: Path) -> str:
+def truncate_file(directory: Path) -> str:
     path = files(directory)[0]
     path.write_bytes(path.read_bytes()[:1000])
     return f"ValueError: {directory} is damaged: {path.name} is not what was saved there. Load another checkpoint."
 
 
-def lose_a_file(directory: Path) -> str:
+def delete_file(directory: Path) -> str:
     path = files(directory)[1]
     path.unlink()
     return f"FileNotFoundError: {directory} lacks {path.name}; load another checkpoint."
 
 
-def lose_the_state(directory: Path) -> str:
+def delete_state(directory: Path) -> str:
     (directory / "state.json").unlink()
     return f"FileNotFoundError: {directory} has no state.json, so it is not a checkpoint, or not a complete one."
 
 
-def spoil_the_state(directory: Path) -> str:
+def corrupt_state(directory: Path) -> str:
     (directory / "state.json").write_text('{"format": 2,')
     return (
         f"ValueError: {directory / 'state.json'} cannot be read (Expecting property name enclosed in double quotes: "
@@ -495,25 +507,25 @@ def spoil_the_state(directory: Path) -> str:
     )
 
 
-def empty_the_state(directory: Path) -> str:
+def empty_state(directory: Path) -> str:
     (directory / "state.json").write_text('{"format": 2}')
     return f"ValueError: {directory / 'state.json'} cannot be read ('step' is missing); load another checkpoint."
 
 
-def write_another_format(directory: Path) -> str:
+def write_unknown_format(directory: Path) -> str:
     state = json.loads((directory / "state.json").read_text())
     (directory / "state.json").write_text(json.dumps(state | {"format": 99}))
     return f"ValueError: {directory} has format 99, but this version of postlude reads format 2."
 
 
 DAMAGES = (
-    flip_a_byte,
-    cut_short,
-    lose_a_file,
-    lose_the_state,
-    spoil_the_state,
-    empty_the_state,
-    write_another_format,
+    flip_byte,
+    truncate_file,
+    delete_file,
+    delete_state,
+    corrupt_state,
+    empty_state,
+    write_unknown_format,
 )
 
 
@@ -539,7 +551,7 @@ def test_a_checkpoint_can_be_checked_without_an_engine(
     assert error_text(lambda: checkpoint.check_checkpoint(directory)) == sentence
 
 
-def test_a_file_that_no_rank_reported_is_not_listed_but_missed(saved: Path, tmp_path: Path) -> None:
+def test_file_not_reported_by_any_rank_is_missing_from_the_checkpoint(saved: Path, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoint"
     shutil.copytree(saved, directory)
     shutil.copy(files(directory)[0], directory / "model.safetensors")  # nobody's business
@@ -552,8 +564,8 @@ def test_a_file_that_no_rank_reported_is_not_listed_but_missed(saved: Path, tmp_
     assert error_text(lambda: checkpoint.check_checkpoint(directory)) == expected
 
 
-def read_by(group: Any, directory: str) -> list[str]:
-    """The files of a checkpoint that this rank looks into when it loads it to know what there is."""
+def files_read_by_rank(group: Any, directory: str) -> list[str]:
+    """Returns the files of a checkpoint that this rank opens to list its contents."""
     read, read_directories = checkpoint.read_state, list[str]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -566,10 +578,10 @@ def read_by(group: Any, directory: str) -> list[str]:
 
 
 def test_only_rank_0_reads_the_directory(ranks: Any, saved: Path) -> None:
-    assert ranks(2, read_by, str(saved)) == [[saved.name], []]
+    assert ranks(2, files_read_by_rank, str(saved)) == [[saved.name], []]
 
 
-def test_no_directory_at_all_is_refused(ranks: Any, tmp_path: Path) -> None:
+def test_missing_directory_is_refused(ranks: Any, tmp_path: Path) -> None:
     directory = tmp_path / "nowhere"
     expected = f"FileNotFoundError: {directory} has no state.json, so it is not a checkpoint, or not a complete one."
     assert refused(ranks, directory) == expected

@@ -40,8 +40,8 @@ def gradients(engine: Engine) -> dict[str, Tensor]:
 # --- a step of several calls
 
 
-def in_parts(group: Any, layout: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
-    """A step at once, and in two calls with the counts of both; and what is said of counts that lack something."""
+def step_in_two_calls(group: Any, layout: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """Runs a step in one call and in two with the counts of both. Returns also the errors of incomplete counts."""
     engine, objective = engine_in(layout, AHEAD), MTP(objective=SFT(), weight=0.3)
     full_batch = batch()
     parts = [Batch(full_batch.sequences[:2]), Batch(full_batch.sequences[2:])]
@@ -63,8 +63,8 @@ def in_parts(group: Any, layout: str) -> tuple[dict[str, Tensor], dict[str, Tens
 
 @pytest.mark.parametrize("layout", ["dp_shard=2", "pp=2"])
 def test_several_calls_with_the_counts_of_the_step_equal_one(ranks: Any, layout: str) -> None:
-    """Depths and the side losses of routers in them included. Counts that lack one of them are refused."""
-    for expected, actual, (tokens, ahead, every, differ) in ranks(2, in_parts, layout):
+    """Including MTP depths and their auxiliary losses. Counts that lack one of them are refused."""
+    for expected, actual, (tokens, ahead, every, differ) in ranks(2, step_in_two_calls, layout):
         for name, gradient in expected.items():
             assert_equal(actual[name], gradient, name)
         assert tokens.startswith('LookupError: a loss is a mean over "tokens", whose sum over the step is not known')
@@ -76,7 +76,7 @@ def test_several_calls_with_the_counts_of_the_step_equal_one(ranks: Any, layout:
 # --- a loss over sequences, further ahead
 
 
-def sequences_ahead(inputs: OutputInputs) -> Loss:
+def sequence_loss_at_depth(inputs: OutputInputs) -> Loss:
     loss = SFT()(inputs)
     for ahead in inputs.depths():
         logprob = ahead.head.logprobs(ahead.hidden, ahead.microbatch.targets).logprob
@@ -84,15 +84,15 @@ def sequences_ahead(inputs: OutputInputs) -> Loss:
     return loss
 
 
-def ahead_in(group: Any, layout: str) -> tuple[float, dict[str, Tensor]]:
+def depth_loss_in_layout(group: Any, layout: str) -> tuple[float, dict[str, Tensor]]:
     engine = engine_in(layout, AHEAD)
-    return engine.forward_backward(batch(), sequences_ahead).loss, gradients(engine)
+    return engine.forward_backward(batch(), sequence_loss_at_depth).loss, gradients(engine)
 
 
-def test_a_loss_over_sequences_at_a_depth_is_their_mean_in_every_layout(ranks: Any) -> None:
-    ((loss, expected),) = ranks(1, ahead_in, "")
+def test_sequence_loss_at_a_depth_is_the_mean_in_every_layout(ranks: Any) -> None:
+    ((loss, expected),) = ranks(1, depth_loss_in_layout, "")
     for layout in ("dp_shard=2", "cp=2"):
-        for found_loss, actual in ranks(2, ahead_in, layout):
+        for found_loss, actual in ranks(2, depth_loss_in_layout, layout):
             assert_equal(torch.tensor(found_loss), torch.tensor(loss), "loss")
             for name, gradient in expected.items():
                 assert_equal(actual[name], gradient, name)
@@ -105,15 +105,15 @@ def named_loss(inputs: OutputInputs) -> Loss:
     return Loss(SFT()(inputs).values, metrics={"loss": total(torch.ones(()))})
 
 
-def over_nothing(inputs: OutputInputs) -> Loss:
+def loss_with_zero_count(inputs: OutputInputs) -> Loss:
     return SFT()(inputs) + Loss(inputs.gather(inputs.hidden).float().sum(-1), over="none")
 
 
-def over_unknown(inputs: OutputInputs) -> Loss:
+def loss_with_unknown_count(inputs: OutputInputs) -> Loss:
     return Loss(inputs.gather(inputs.hidden).float().sum(-1), over="nothing such")
 
 
-def misshapen(inputs: OutputInputs) -> Loss:
+def loss_with_wrong_shape(inputs: OutputInputs) -> Loss:
     return Loss(inputs.hidden.float().sum().expand(3), over="tokens")
 
 
@@ -131,15 +131,15 @@ BEFORE: dict[str, tuple[Objective, Batch, str]] = {
     "further ahead": (SFT(), batch(**{"tokens +1": [7.0] * 6}), 'a column is named "tokens +1", which is the name of'),
 }
 AFTER: dict[str, tuple[Objective, Batch, str]] = {
-    "zero sum": (over_nothing, batch(**ZEROS), 'a mean over "none", whose weights sum to 0 in this batch'),
-    "unknown": (over_unknown, batch(), 'the microbatch has no column "nothing such"'),
+    "zero sum": (loss_with_zero_count, batch(**ZEROS), 'a mean over "none", whose weights sum to 0 in this batch'),
+    "unknown": (loss_with_unknown_count, batch(), 'the microbatch has no column "nothing such"'),
     "a metric named loss": (named_loss, batch(), 'a metric is named "loss", which the loss itself is called'),
-    "shape": (misshapen, batch(), 'values over "tokens" have shape (3,)'),
+    "shape": (loss_with_wrong_shape, batch(), 'values over "tokens" have shape (3,)'),
 }
 
 
 def refused_before(group: Any, layout: str) -> list[str]:
-    """The gradients of the step so far are kept."""
+    """Raises before the pass: the gradients of the step so far are kept."""
     engine, fresh = engine_in(layout), engine_in(layout)
     engine.forward_backward(batch(), SFT())
     sentences = []
@@ -159,7 +159,7 @@ def refused_before(group: Any, layout: str) -> list[str]:
 
 
 def refused_after(group: Any, layout: str) -> list[str]:
-    """The gradients of the step are lost, and nothing else."""
+    """Raises after the pass: only the gradients of the step are lost."""
     engine, fresh = engine_in(layout), engine_in(layout)
     sentences = []
     for objective, bad_batch, _ in AFTER.values():
@@ -228,7 +228,7 @@ def evaluated(group: Any, layout: str) -> dict[str, list[Tensor]]:
 
 
 @pytest.mark.parametrize("layout", ["", "pp=2", "cp=2", pytest.param("dp_shard=2", marks=pytest.mark.thorough)])
-def test_values_of_any_dtype_and_under_any_names_come_back(ranks: Any, layout: str) -> None:
+def test_values_of_any_dtype_and_name_are_returned(ranks: Any, layout: str) -> None:
     places = torch.arange(sum(LENGTHS)).split(LENGTHS)
     for actual in ranks(Layout.parse(layout).world_size, evaluated, layout):
         assert len(actual) == len(DTYPES) + 201

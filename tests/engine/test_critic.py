@@ -1,4 +1,4 @@
-"""The value head is stepped, clipped, saved and resumed like every parameter, and is not exported."""
+"""The value head is updated, clipped, saved and resumed like every parameter, and is not exported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,18 @@ from postlude.model import OutputInputs
 from postlude.model.parallel import local_shard, region
 from postlude.objectives import Loss, Objective, PolicyGradient, ValueLoss
 from postlude.objectives.advantages import gae
-from tests.engine.training import DAMPED, Plain, batch, bitwise_equal, build, config, error_text, policy, train, weights
+from tests.engine.training import (
+    DAMPED,
+    PlainTrainer,
+    batch,
+    bitwise_equal,
+    build,
+    config,
+    error_text,
+    policy,
+    train,
+    weights,
+)
 from tests.equality import assert_equal
 
 DENSE = config("tiny-dense", num_hidden_layers=2)
@@ -28,7 +39,7 @@ LAYOUTS = ["tp=2", "pp=2", "cp=2", "dp_shard=2", "dp_replicate=2"]
 
 
 def value(inputs: OutputInputs) -> Loss:
-    """The critic alone: what it is to expect is the column "advantages"."""
+    """The critic's loss alone; its target is the column "advantages"."""
     columns = {**inputs.microbatch.columns, "returns": inputs.microbatch.column("advantages")}
     microbatch = dataclasses.replace(inputs.microbatch, columns=columns)
     return ValueLoss(clip=None, over="mask")(dataclasses.replace(inputs, microbatch=microbatch))
@@ -39,7 +50,7 @@ def policy_and_value(inputs: OutputInputs) -> Loss:
 
 
 def both_unless_empty(inputs: OutputInputs) -> Loss:
-    """A microbatch of no tokens has a loss that depends on nothing."""
+    """A microbatch without tokens has a loss without a graph."""
     return policy_and_value(inputs) if len(inputs.microbatch) else Loss(torch.zeros(()))
 
 
@@ -47,8 +58,8 @@ def size(layout: str) -> int:
     return Layout.parse(layout).world_size
 
 
-def whole_critic(engine: Engine) -> Tensor:
-    """Its weight, put together from every rank's part."""
+def full_critic(engine: Engine) -> Tensor:
+    """Returns the critic's weight, gathered from all ranks."""
     everyone: list[Any] = [None] * dist.get_world_size()
     critic = engine.parameters.get("value_head.weight")
     dist.all_gather_object(everyone, None if critic is None else (region(critic), local_shard(critic)))
@@ -67,7 +78,7 @@ def steps(group: Any, layout: str, objective: Objective, lengths: tuple[int, ...
     return {
         "losses": torch.tensor(losses),
         "norms": torch.tensor(norms),
-        "critic": whole_critic(engine),
+        "critic": full_critic(engine),
         "weights": weights(engine),
     }
 
@@ -89,7 +100,7 @@ def steps(group: Any, layout: str, objective: Objective, lengths: tuple[int, ...
 def test_steps_with_a_critic_equal_torchs_adamw_on_a_plain_model(
     ranks: Any, layout: str, lengths: tuple[int, ...]
 ) -> None:
-    plain = Plain(DENSE, DAMPED, value_head=True)
+    plain = PlainTrainer(DENSE, DAMPED, value_head=True)
     critic = plain.model.value_head
     assert critic is not None
     losses, shares = [], []
@@ -116,7 +127,7 @@ def ppo(inputs: OutputInputs) -> Loss:
 
 
 def ppo_run(group: Any, layout: str) -> list[dict[str, float]]:
-    """Answers of which the longer earn more, at their last token."""
+    """Completions whose reward, at the last token, grows with their length."""
     engine = build(layout, DENSE, optimizer=AdamW(lr=3e-3), critic=True)
     input_batch = batch(1)
     masks = [(torch.arange(length) >= length // 3).float() for length in input_batch.lengths]
@@ -152,7 +163,7 @@ def test_policy_and_critic_train_together(ranks: Any, layout: str) -> None:
 # --- checkpoints
 
 
-def save_and_go_on(
+def save_and_continue(
     group: Any, layout: str, hf: PretrainedConfig, first: Objective, directory: str
 ) -> tuple[list[Tensor], list[float]]:
     engine = build(layout, hf, critic=True)
@@ -161,7 +172,9 @@ def save_and_go_on(
     return engine.values(batch(9)), train(engine, [3, 4, 5], policy_and_value)
 
 
-def load_and_go_on(group: Any, layout: str, hf: PretrainedConfig, directory: str) -> tuple[list[Tensor], list[float]]:
+def load_and_continue(
+    group: Any, layout: str, hf: PretrainedConfig, directory: str
+) -> tuple[list[Tensor], list[float]]:
     engine = build(layout, hf, critic=True, seed=1)
     engine.load(directory)
     return engine.values(batch(9)), train(engine, [3, 4, 5], policy_and_value)
@@ -186,9 +199,9 @@ def test_a_critic_resumes_in_another_layout(
     ranks: Any, tmp_path: Path, hf: PretrainedConfig, before: str, after: str, first: Objective
 ) -> None:
     directory = str(tmp_path / "checkpoint")
-    ((values, losses), *_) = ranks(size(before), save_and_go_on, before, hf, first, directory)
+    ((values, losses), *_) = ranks(size(before), save_and_continue, before, hf, first, directory)
     assert bool(torch.cat(values).any()) == (first is not policy)
-    for actual, resumed in ranks(size(after), load_and_go_on, after, hf, directory):
+    for actual, resumed in ranks(size(after), load_and_continue, after, hf, directory):
         if first is policy:
             assert not torch.cat(actual).any()
         else:
@@ -196,7 +209,7 @@ def test_a_critic_resumes_in_another_layout(
         assert_equal(torch.tensor(resumed), torch.tensor(losses), "losses")
 
 
-def load_what_the_other_saved(group: Any, critic: bool, directory: str) -> tuple[str, bool]:
+def load_mismatched_checkpoints(group: Any, critic: bool, directory: str) -> tuple[str, bool]:
     saved, engine = (build("pp=2", DENSE, critic=has_critic) for has_critic in (critic, not critic))
     for tested_engine in (saved, engine):
         train(tested_engine, [1])
@@ -217,18 +230,18 @@ def load_what_the_other_saved(group: Any, critic: bool, directory: str) -> tuple
     ],
 )
 @pytest.mark.slow
-def test_a_checkpoint_with_a_critic_and_one_without_are_not_the_same(
+def test_checkpoints_with_and_without_a_critic_are_not_interchangeable(
     ranks: Any, tmp_path: Path, critic: bool, sentence: str
 ) -> None:
     directory = tmp_path / "checkpoint"
     expected = f"ValueError: {directory} {sentence}"
-    assert ranks(2, load_what_the_other_saved, critic, str(directory)) == [(expected, True)] * 2
+    assert ranks(2, load_mismatched_checkpoints, critic, str(directory)) == [(expected, True)] * 2
 
 
 # --- what leaves the engine
 
 
-def leave(group: Any, layout: str, directory: str) -> tuple[bool, bool, bool, bool]:
+def stream_copy_and_export(group: Any, layout: str, directory: str) -> tuple[bool, bool, bool, bool]:
     engine = build(layout, DENSE, critic=True)
     train(engine, [1, 2], policy_and_value)
     engine.export_hf(directory)
@@ -245,8 +258,8 @@ def leave(group: Any, layout: str, directory: str) -> tuple[bool, bool, bool, bo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pp=2", "dp_shard=2"])
-def test_streams_copies_and_exports_are_without_it(ranks: Any, tmp_path: Path, layout: str) -> None:
-    assert ranks(2, leave, layout, str(tmp_path / "export")) == [(True, True, True, False)] * 2
+def test_streams_copies_and_exports_exclude_the_critic(ranks: Any, tmp_path: Path, layout: str) -> None:
+    assert ranks(2, stream_copy_and_export, layout, str(tmp_path / "export")) == [(True, True, True, False)] * 2
     _, actual = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
     assert not actual["unexpected_keys"]
 

@@ -1,4 +1,4 @@
-"""Multi-token prediction from published files: layouts equal one rank; streamed, saved and resumed."""
+"""Published multi-token prediction: layouts equal one rank; streamed, saved and resumed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run_in_layout(group: Any, directory: Path, layout: str) -> tuple[Report | No
         pytest.param("nemotron_h", "ep=2,dp_shard=2", marks=pytest.mark.thorough),
     ],
 )
-def test_depths_of_files_in_a_layout_are_those_of_one_rank(ranks: Any, name: str, layout: str, tmp_path: Path) -> None:
+def test_loaded_depths_in_a_layout_equal_one_rank(ranks: Any, name: str, layout: str, tmp_path: Path) -> None:
     published = publish(name, tmp_path, depths=1 if name == "qwen3_next" else 2)
     (report, streamed), (_, also) = ranks(2, run_in_layout, published.directory, layout)
     assert report.passes(1e-5), report.worst
@@ -54,7 +54,7 @@ def test_depths_of_files_in_a_layout_are_those_of_one_rank(ranks: Any, name: str
     assert bitwise_equal(also, expected)
 
 
-def go_on(group: Any, directory: Path, checkpoint: Path) -> None:
+def continue_training(group: Any, directory: Path, checkpoint: Path) -> None:
     def step(engine: Engine) -> float:
         loss = engine.forward_backward(batch(1, vocab_size=61), AHEAD).loss
         engine.optimizer_step()
@@ -75,9 +75,9 @@ def go_on(group: Any, directory: Path, checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_keeps_them(ranks: Any, tmp_path: Path) -> None:
+def test_checkpoint_keeps_mtp_depths(ranks: Any, tmp_path: Path) -> None:
     published = publish("glm4_moe", tmp_path / "published")
-    ranks(1, go_on, published.directory, tmp_path / "step-1")
+    ranks(1, continue_training, published.directory, tmp_path / "step-1")
     with pytest.warns(UserWarning, match="multi-token prediction"):
         assert not load_model(tmp_path / "step-1").config.pattern.mtp
     assert len(load_model(tmp_path / "step-1", mtp=True).config.pattern.mtp) == 1

@@ -38,12 +38,12 @@ class FaultyBackward(torch.autograd.Function):
 
 
 def fails_forward(inputs: OutputInputs) -> Loss:
-    """The second microbatch raises before it has a loss."""
+    """Raises in the second microbatch before its loss."""
     return policy(inputs) if inputs.microbatch.index < 2 else fault()
 
 
 def fails_backward(inputs: OutputInputs) -> Loss:
-    """The second microbatch raises in its backward, when the first has given gradients."""
+    """Raises in the second microbatch's backward, after the first gave gradients."""
     loss = policy(inputs)
     if inputs.microbatch.index < 2:
         return loss
@@ -60,8 +60,8 @@ FAILURES: dict[str, Callable[[Engine], Any]] = {
 }
 
 
-def failed_and_fresh(group: dist.ProcessGroup, model: str, failure: str, overlap: bool = False) -> None:
-    """Two engines take the same steps, and the one fails in between."""
+def run_with_and_without_failure(group: dist.ProcessGroup, model: str, failure: str, overlap: bool = False) -> None:
+    """Two engines take the same steps, and one of them fails in between."""
     first_engine, second_engine = (build("", config(model), overlap=overlap) for _ in range(2))
     for engine in (first_engine, second_engine):
         train(engine, [1])
@@ -122,22 +122,22 @@ def test_a_loss_without_a_gradient_is_an_error_unless_it_is_zero(ranks, layout: 
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.slow
 def test_one_rank_stays_usable_after_a_failure(ranks, failure: str) -> None:
-    ranks(1, failed_and_fresh, "tiny-dense", failure)
+    ranks(1, run_with_and_without_failure, "tiny-dense", failure)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failure", ["measure", "backward"])
 def test_experts_and_router_counters_survive_a_failure(ranks, failure: str) -> None:
-    ranks(1, failed_and_fresh, "tiny-moe", failure)
+    ranks(1, run_with_and_without_failure, "tiny-moe", failure)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failure", ["measure", "forward", "backward"])
-def test_a_failure_while_two_microbatches_take_turns(ranks, failure: str) -> None:
-    ranks(1, failed_and_fresh, "tiny-moe", failure, True)
+def test_failure_while_two_microbatches_are_interleaved(ranks, failure: str) -> None:
+    ranks(1, run_with_and_without_failure, "tiny-moe", failure, True)
 
 
-def reference_that_fails(group: dist.ProcessGroup) -> None:
+def failing_reference(group: dist.ProcessGroup) -> None:
     engine = build("", config("tiny-dense", num_hidden_layers=2))
     reference = engine.reference()
     old_logprobs = engine.logprobs(batch(4)).logprob
@@ -154,8 +154,8 @@ def reference_that_fails(group: dist.ProcessGroup) -> None:
     assert all(map(torch.equal, engine.logprobs(batch(4)).logprob, new_logprobs))
 
 
-def test_a_reference_that_fails_gives_the_weights_back(ranks) -> None:
-    ranks(1, reference_that_fails)
+def test_failing_reference_restores_the_weights(ranks) -> None:
+    ranks(1, failing_reference)
 
 
 def refused(group: dist.ProcessGroup, layout: str, failure: str) -> list[str]:
@@ -187,7 +187,7 @@ def test_one_of_several_ranks_refuses_further_calls_after_a_failure(
         }
 
 
-def beyond_mending(group: dist.ProcessGroup) -> str:
+def fail_beyond_repair(group: dist.ProcessGroup) -> str:
     engine = build("", config("tiny-dense", num_hidden_layers=2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StageBuilder, "_build_on_meta", lambda *_: torch.zeros(-1))
@@ -196,7 +196,7 @@ def beyond_mending(group: dist.ProcessGroup) -> str:
 
 
 def test_an_engine_that_cannot_be_rebuilt_raises(ranks) -> None:
-    (sentence,) = ranks(1, beyond_mending)
+    (sentence,) = ranks(1, fail_beyond_repair)
     assert sentence.startswith(
         f"RuntimeError: this engine's evaluate_loss failed ({FAULT}), and its stages could not be rebuilt"
     )
@@ -204,7 +204,7 @@ def test_an_engine_that_cannot_be_rebuilt_raises(ranks) -> None:
 
 
 def fail_in_between(device: str) -> list[Tensor]:
-    """Log-probs before a step, after it, and after it with an evaluation that fails in between."""
+    """Returns log-probs before a step, after it, and after it with a failed evaluation in between."""
     results = []
     for fails in (False, True):
         engine = Engine(
@@ -225,13 +225,13 @@ def fail_in_between(device: str) -> list[Tensor]:
 
 @pytest.mark.gpu
 def test_an_engine_on_a_gpu_stays_usable_after_a_failure() -> None:
-    """Whole weights that were gathered on other streams are let go of, and the step's are used."""
+    """Full weights gathered on other streams are freed, and the step's weights are used."""
     ((before, expected, actual),) = launch(fail_in_between, "cuda", nproc=1, timeout=TIMEOUT, device="cuda")
     moved = (expected - before).abs().max()
     assert (actual - expected).abs().max() < 0.01 * moved
 
 
-def half_a_step(group: dist.ProcessGroup, directory: str) -> None:
+def fail_in_optimizer_step(group: dist.ProcessGroup, directory: str) -> None:
     first_engine, second_engine = (
         build("", config("tiny-dense", num_hidden_layers=2)),
         build("", config("tiny-dense", num_hidden_layers=2)),
@@ -248,12 +248,12 @@ def half_a_step(group: dist.ProcessGroup, directory: str) -> None:
     assert bitwise_equal(weights(first_engine), weights(second_engine))
 
 
-def test_half_a_step_is_repaired_by_a_checkpoint(ranks, tmp_path) -> None:
-    ranks(1, half_a_step, str(tmp_path / "checkpoint"))
+def test_failed_optimizer_step_is_repaired_by_loading_a_checkpoint(ranks, tmp_path) -> None:
+    ranks(1, fail_in_optimizer_step, str(tmp_path / "checkpoint"))
 
 
-def go_on(layout: str) -> None:
-    """The last stage fails, and goes on as if nothing had been."""
+def fail_on_last_stage(layout: str) -> None:
+    """The last stage fails, and the calls continue."""
     engine = Engine("tiny-dense", layout=Layout.parse(layout), budget=16)
     error_text(lambda: engine.evaluate_loss(Batch([[1, 2, 3, 4, 5, 6, 7, 8]] * 4), lambda inputs: fault()))
     engine.optimizer_step()
@@ -261,12 +261,12 @@ def go_on(layout: str) -> None:
 
 @pytest.mark.slow
 def test_a_pipeline_stage_refuses_further_calls_after_a_failure() -> None:
-    with PlainRanks(2, TIMEOUT, go_on, "pp=2") as processes:
+    with PlainRanks(2, TIMEOUT, fail_on_last_stage, "pp=2") as processes:
         assert processes.error_of(0).startswith("rank 1 of 2 failed: RuntimeError: this engine's evaluate_loss failed")
 
 
-def train_to_the_end(layout: str, end: str) -> None:
-    """Train until the last rank comes to its end, in the middle of its second step."""
+def train_until_rank_exits(layout: str, end: str) -> None:
+    """Trains until the last rank exits in the middle of its second step."""
     engine = Engine("tiny-dense", layout=Layout.parse(layout), budget=16)
     calls = 0
 
@@ -295,6 +295,6 @@ def train_to_the_end(layout: str, end: str) -> None:
         ("fails", "rank 1 of 2 failed: LookupError: no such column"),
     ],
 )
-def test_a_rank_that_dies_in_a_step_ends_the_others(layout: str, end: str, sentence: str) -> None:
-    with PlainRanks(2, TIMEOUT, train_to_the_end, layout, end) as processes:
+def test_rank_that_dies_in_a_step_ends_all_ranks(layout: str, end: str, sentence: str) -> None:
+    with PlainRanks(2, TIMEOUT, train_until_rank_exits, layout, end) as processes:
         assert processes.error_of(0) == sentence

@@ -16,8 +16,8 @@ from tests.conftest import Ranks
 from tests.meshes import mesh
 
 
-def norms(group: dist.ProcessGroup) -> list[int]:
-    """The sizes of the pieces that norms were taken of."""
+def norm_piece_sizes(group: dist.ProcessGroup) -> list[int]:
+    """Returns the sizes of the pieces whose norms were computed."""
     foreach_norm, sizes = torch._foreach_norm, list[int]()
 
     def watched(chunks: list[torch.Tensor], *arguments: Any) -> list[torch.Tensor]:
@@ -38,8 +38,8 @@ def norms(group: dist.ProcessGroup) -> list[int]:
     return sizes
 
 
-def test_the_norm_is_summed_in_float64_piece_by_piece(ranks: Ranks) -> None:
-    (sizes,) = ranks(1, norms)
+def test_gradient_norm_is_summed_in_float64_by_pieces(ranks: Ranks) -> None:
+    (sizes,) = ranks(1, norm_piece_sizes)
     assert sum(sizes) == 3 * 3 * 2 * 45
     assert max(sizes) <= 7
 
@@ -63,8 +63,8 @@ def test_clipping_scales_all_gradients_and_skips_parameters_without_one(
     assert sizes == [2]
 
 
-def counted(group: dist.ProcessGroup) -> tuple[list[list[float]], list[int]]:
-    """Counts of two blocks, summed over the ranks; and how many numbers each sum over ranks was of."""
+def summed_counters(group: dist.ProcessGroup) -> tuple[list[list[float]], list[int]]:
+    """Returns the counters of two blocks summed over ranks, and the size of each all-reduce."""
     rank, sums, all_reduce = dist.get_rank(), list[int](), dist.all_reduce
     counters = [torch.full((3,), 1.0 + rank), torch.full((2, 2), 10.0 * rank)]
     with pytest.MonkeyPatch.context() as patch:
@@ -76,6 +76,6 @@ def counted(group: dist.ProcessGroup) -> tuple[list[list[float]], list[int]]:
 
 
 def test_counters_of_blocks_are_summed_in_one_all_reduce(ranks: Ranks) -> None:
-    for actual, sums in ranks(2, counted):
+    for actual, sums in ranks(2, summed_counters):
         assert actual == [[3.0] * 3, [10.0] * 4]
         assert sums == [7]

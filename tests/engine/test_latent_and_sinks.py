@@ -1,4 +1,4 @@
-"""Latent attention, sinks, and experts with biases: every layout equals one rank, and streams what files hold."""
+"""Latent attention, sinks, and experts with biases: layouts equal one rank and stream the loaded weights."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def streamed(group: Any, layout: str, directory: str) -> dict[str, Any]:
         pytest.param("deepseek_v3", "pp=2", marks=pytest.mark.slow),
     ],
 )
-def test_loaded_weights_are_streamed_to_the_bit(ranks: Any, name: str, layout: str, tmp_path: Path) -> None:
+def test_loaded_weights_are_streamed_bit_exactly(ranks: Any, name: str, layout: str, tmp_path: Path) -> None:
     config = CONFIGS[name]()
     if name == "gpt_oss":
         config.num_local_experts = 6

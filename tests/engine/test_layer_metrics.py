@@ -1,4 +1,4 @@
-"""Router metrics per layer: known choices give known numbers, and every layout reports those of one rank."""
+"""Router metrics per layer: known choices give known numbers, and every layout reports one rank's."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def known(group: Any) -> tuple[PassResult, PassResult]:
     return first, engine.forward_backward(input_batch, SFT())
 
 
-def test_known_choices_give_known_numbers_and_each_pass_counts_its_own(ranks: Any) -> None:
+def test_known_choices_give_known_metrics_for_each_pass(ranks: Any) -> None:
     (results,) = ranks(1, known)
     for result in results:
         assert result.layer_vectors == {"moe/layer_00/load": [TOKENS, 0.0, TOKENS, 0.0]}
@@ -72,8 +72,8 @@ def test_known_choices_give_known_numbers_and_each_pass_counts_its_own(ranks: An
         assert sum(name.startswith("moe/") for name in result.metrics) == 3 * len(expected)
 
 
-def direct(group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What the engine reports, and what the routers' own logits and choices give."""
+def reported_and_computed_metrics(group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns the engine's metrics, and those computed from the routers' logits and choices."""
     routed: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     balance = MoE.balance
 
@@ -109,8 +109,8 @@ def direct(group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return layers_of(result), expected
 
 
-def test_values_are_those_of_the_routers_own_choices_in_every_layer_and_depth(ranks: Any) -> None:
-    ((actual, expected),) = ranks(1, direct)
+def test_metrics_equal_the_routers_choices_in_every_layer_and_depth(ranks: Any) -> None:
+    ((actual, expected),) = ranks(1, reported_and_computed_metrics)
     assert {name.split("/")[1] for name in actual if name.count("/") == 2} == {
         "layer_00",
         "layer_02",
@@ -127,7 +127,7 @@ MORE_LAYOUTS = ("cp=2", "dp_shard=2,ep=2", "pp=2")
 
 
 def measured(group: Any, layouts: tuple[str, ...], recompute: str) -> list[list[dict[str, Tensor]]]:
-    """Two passes of one step with replayed routing, and one after the step has moved the selection bias."""
+    """Two passes of one step with replayed routing, and one after the step moved the selection bias."""
     results = []
     for layout in layouts:
         engine = build(layout, config(), optimizer=AdamW(lr=1e-3), mtp=True, recompute=recompute)
@@ -143,8 +143,8 @@ def measured(group: Any, layouts: tuple[str, ...], recompute: str) -> list[list[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(MORE_LAYOUTS, marks=pytest.mark.thorough)], ids=str)
-def test_layouts_report_what_one_rank_does(ranks: Any, layouts: tuple[str, ...]) -> None:
-    """Each token once under tp and cp, every stage and depth under pp and vpp, a recomputed layer once."""
+def test_layout_metrics_equal_one_rank(ranks: Any, layouts: tuple[str, ...]) -> None:
+    """Each token counts once under tp and cp, every stage and depth under pp and vpp, a recomputed layer once."""
     ((expected,),) = ranks(1, measured, ("",), "none")
     assert "moe/layer_02/routing_changed" in expected[0]
     assert "moe/routing_changed" not in expected[1]

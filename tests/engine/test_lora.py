@@ -91,7 +91,7 @@ SOURCES = {
     ],
     ids=str,
 )
-def test_a_layout_trains_as_one_rank(ranks: Ranks, source: str, layout: str, options: dict[str, Any]) -> None:
+def test_training_in_a_layout_equals_one_rank(ranks: Ranks, source: str, layout: str, options: dict[str, Any]) -> None:
     expected = ranks(1, train, "", SOURCES[source], {"lora": options.get("lora", RANK4)})[0]
     actual = ranks(Layout.parse(layout).world_size, train, layout, SOURCES[source], options)[0]
     for key in ("losses", "logprobs"):
@@ -103,7 +103,7 @@ def test_a_layout_trains_as_one_rank(ranks: Ranks, source: str, layout: str, opt
 
 
 def compare_with_merged(group: Any, lora: LoRA) -> dict[str, float]:
-    """Returns how far log-probs of a model with adapters are from those of the merged one, and of the frozen one."""
+    """Returns the differences of log-probs with adapters from those of the merged and the frozen model."""
     source = SOURCES["moe"]
     engine, base = build("", source, lora), Engine(source, mesh=mesh(Layout()), budget=BUDGET)
     adapted, plain = torch.cat(engine.logprobs(batch(0)).logprob), torch.cat(base.logprobs(batch(0)).logprob)
@@ -116,7 +116,7 @@ def compare_with_merged(group: Any, lora: LoRA) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("lora", [RANK4, LoRA(rank=3, targets="head"), LoRA(rank=70, targets="router,embedding,head")])
-def test_streamed_weights_are_the_merged_model(ranks: Ranks, lora: LoRA) -> None:
+def test_streamed_weights_equal_the_merged_model(ranks: Ranks, lora: LoRA) -> None:
     (differences,) = ranks(1, compare_with_merged, lora)
     assert differences["merged"] < TOLERANCE
     assert differences["frozen"] > 1e-3
@@ -164,7 +164,7 @@ def new_adapters_and_reference(group: Any, layout: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", ["", "dp_shard=2"])
-def test_the_reference_of_new_adapters_is_the_model_itself(ranks: Ranks, layout: str) -> None:
+def test_reference_of_new_adapters_is_the_base_model(ranks: Ranks, layout: str) -> None:
     actual = ranks(Layout.parse(layout).world_size, new_adapters_and_reference, layout)[0]
     assert torch.equal(actual["reference"], actual["plain"])
     assert difference(actual["trained"], actual["plain"]) > 1e-4
@@ -197,7 +197,7 @@ def steps(engine: Engine, seeds: range) -> list[float]:
     return losses
 
 
-def test_a_checkpoint_holds_the_adapters_and_moves_between_layouts(ranks: Ranks, tmp_path: Path) -> None:
+def test_checkpoint_has_only_adapters_and_loads_in_other_layouts(ranks: Ranks, tmp_path: Path) -> None:
     saved, losses = ranks(2, save, "dp_shard=2,ep=2", str(tmp_path / "saved"))[0]
     tensors = json.loads((tmp_path / "saved" / "state.json").read_text())["tensors"]
     assert {name.rsplit("/", 1)[1] for name in tensors if not name.startswith("rng")} == saved.keys()
@@ -207,8 +207,8 @@ def test_a_checkpoint_holds_the_adapters_and_moves_between_layouts(ranks: Ranks,
         assert_equal(torch.tensor(resumed_losses), torch.tensor(losses), "losses")
 
 
-def test_a_checkpoint_without_the_entries_of_later_versions_loads(ranks: Ranks, tmp_path: Path) -> None:
-    """The first versions wrote no configs of adapters, and neither idle steps nor late starts."""
+def test_checkpoint_of_an_older_version_loads(ranks: Ranks, tmp_path: Path) -> None:
+    """The first versions wrote no adapter configs, idle steps or late starts."""
     saved, losses = ranks(1, save, "", str(tmp_path / "saved"))[0]
     file = tmp_path / "saved" / "state.json"
     state = json.loads(file.read_text())
@@ -237,7 +237,7 @@ def refuse(group: Any, directory: str) -> dict[str, str]:
     }
 
 
-def test_refusals(ranks: Ranks, tmp_path: Path) -> None:
+def test_invalid_lora_calls_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     (actual,) = ranks(1, refuse, str(tmp_path))
     assert "of another base model" in actual["another base"]
     assert "holds LoRA adapters only" in actual["no lora"]
@@ -262,7 +262,7 @@ def read_back(group: Any, layout: str, directory: str) -> tuple[dict[str, Tensor
     )
 
 
-def test_exported_adapters_are_read_back_to_the_bit(ranks: Ranks, tmp_path: Path) -> None:
+def test_exported_adapters_are_read_back_bit_exactly(ranks: Ranks, tmp_path: Path) -> None:
     exported = ranks(2, export, "dp_shard=2,ep=2", str(tmp_path / "adapter"))[0]
     (actual, refused), _ = ranks(2, read_back, "tp=2", str(tmp_path / "adapter"))
     assert actual.keys() == exported.keys()

@@ -28,7 +28,7 @@ LENGTHS = (20, 17, 3, 25, 6, 2, 9, 14)
 
 
 def focal(depth: int, inputs: OutputInputs, context: Any) -> Tensor:
-    """Likely tokens count less, and deeper ones more; a column has another share."""
+    """A focal loss with larger weights at deeper depths, and a column with another share."""
     logprob = inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob
     return -depth * (1 - logprob.exp()) ** context["gamma"] * logprob * (1 + inputs.microbatch.column("score"))
 
@@ -38,7 +38,7 @@ def nll(depth: int, inputs: OutputInputs, context: Any) -> Tensor:
 
 
 def skipping(depth: int, inputs: OutputInputs, context: Any) -> Tensor:
-    """Nothing of a microbatch without targets, not even a gradient."""
+    """Returns no gradient for a microbatch without targets."""
     targets = inputs.microbatch.targets
     return nll(depth, inputs, context) if (targets != IGNORE).any() else torch.zeros(len(targets))
 
@@ -50,7 +50,7 @@ def summed(depth: int, inputs: OutputInputs, context: Any) -> Tensor:
 def trained(
     group: Any, layout: str, processor: Any, options: dict[str, Any], lengths: tuple[int, ...] = LENGTHS
 ) -> tuple[float, dict[str, float], dict[str, Tensor]]:
-    """Loss, metrics and gradients of one step."""
+    """Returns loss, metrics and gradients of one step."""
     batch = sequences(*lengths)
     columns = {
         "score": [torch.linspace(0, 1, len(tokens)) for tokens in batch],
@@ -95,7 +95,7 @@ def test_a_layout_equals_one_rank(ranks: Any, layout: str, options: dict[str, An
 
 
 @pytest.mark.slow
-def test_the_default_as_a_processor_gives_the_defaults_numbers(ranks: Any) -> None:
+def test_default_loss_written_as_a_processor_equals_the_default(ranks: Any) -> None:
     (default,), (custom,) = (ranks(1, trained, "", processor, {}) for processor in (None, nll))
     named = {f"mtp_{depth}/loss": default[1][f"mtp_{depth}/nll"] for depth in (1, 2)}
     assert {name: custom[1][name] for name in named} == pytest.approx(named, rel=1e-5)
@@ -109,7 +109,7 @@ def test_the_default_as_a_processor_gives_the_defaults_numbers(ranks: Any) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"overlap": True}], ids=str)
 def test_ranks_without_mtp_targets_do_not_block_other_ranks(ranks: Any, options: Any) -> None:
-    """Of two ranks one has sequences of two tokens: no token is two ahead."""
+    """One of two ranks has only sequences of two tokens, so no token is two ahead."""
     (expected,) = ranks(1, trained, "", nll, {}, (32, 2))
     for actual in ranks(2, trained, "dp_shard=2", skipping, options, (32, 2)):
         assert_same(actual, expected)
@@ -125,9 +125,9 @@ def test_an_mtp_processor_with_a_wrong_result_raises(ranks: Any) -> None:
     assert sentence.endswith(
         "Return one loss for each of them, [T]; inputs.gather(values) makes them of values for `hidden`."
     )
-    (sentence,) = ranks(1, refused, forgetful)
+    (sentence,) = ranks(1, refused, returns_nothing)
     assert "the MTP processor returned a NoneType" in sentence
 
 
-def forgetful(depth: int, inputs: OutputInputs, context: Any) -> None:
-    """Forgets to return."""
+def returns_nothing(depth: int, inputs: OutputInputs, context: Any) -> None:
+    """Returns None."""

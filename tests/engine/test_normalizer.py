@@ -34,7 +34,7 @@ def without_first_tokens(values: list[Tensor]) -> Tensor:
     return torch.cat([value[1:] for value in values]).double()
 
 
-def weighed(over: str) -> Tensor:
+def weighted_loss(over: str) -> Tensor:
     return {
         "tokens": torch.ones_like(without_first_tokens(VALUES)),
         "mask": without_first_tokens(MASK),
@@ -48,7 +48,7 @@ def test_a_loss_is_the_weighted_mean_of_the_whole_batch(over: str, budget: int, 
     parts = microbatches(budget, multiple_of)
     scale = LossNormalizer(parts)
     actual = sum(scale.loss(Loss(part.column("value"), over=over), part) for part in parts)
-    expected = (without_first_tokens(VALUES) * weighed(over)).sum() / weighed(over).sum()
+    expected = (without_first_tokens(VALUES) * weighted_loss(over)).sum() / weighted_loss(over).sum()
     assert_equal(torch.as_tensor(actual), expected, over)
 
 
@@ -61,7 +61,7 @@ def test_a_loss_over_sequences_is_their_mean(budget: int, multiple_of: int) -> N
 
 
 @pytest.mark.parametrize("over", ["tokens", "mask", "share", "sequences"])
-def test_a_scalar_is_a_sum_with_its_weights_in_it(over: str) -> None:
+def test_scalar_loss_is_a_weighted_sum(over: str) -> None:
     parts = microbatches(12)
     scale = LossNormalizer(parts)
 
@@ -73,7 +73,7 @@ def test_a_scalar_is_a_sum_with_its_weights_in_it(over: str) -> None:
     assert_equal(torch.as_tensor(summed), torch.as_tensor(by_one), over)
 
 
-def test_losses_over_different_things_add_up_and_scale() -> None:
+def test_losses_over_different_counts_add_up_and_scale() -> None:
     (part,) = microbatches()
     scale = LossNormalizer([part])
     tokens, masked = Loss(part.column("value")), Loss(part.column("value"), over="mask")
@@ -125,7 +125,7 @@ def test_nan_at_zero_weight_reaches_neither_loss_nor_gradient_nor_metric(bad: fl
     assert tallies[0].reduce(True) == tallies[1].reduce(True)
 
 
-def test_a_batch_with_nothing_to_train_on_is_refused_in_a_sentence() -> None:
+def test_batch_with_nothing_to_train_on_is_refused_with_clear_error() -> None:
     parts = pack([[1, 2, 3]], budget=8, columns={"mask": [0.0]})
     with pytest.raises(ValueError, match='a mean over "mask", whose weights sum to 0 in this'):
         LossNormalizer(parts).loss(Loss(torch.ones(3), over="mask"), parts[0])
@@ -141,7 +141,7 @@ def test_a_batch_with_nothing_to_train_on_is_refused_in_a_sentence() -> None:
     ("values", "over", "expected_shape"),
     [((4,), "tokens", "(3,)"), ((3, 1), "mask", "(3,)"), ((3,), "sequences", "(1,)")],
 )
-def test_values_of_another_shape_are_refused_in_a_sentence(
+def test_values_of_another_shape_are_refused_with_clear_error(
     values: tuple[int, ...], over: str, expected_shape: str
 ) -> None:
     (part,) = pack([[1, 2, 3]], budget=8, columns={"mask": [1.0]})
@@ -176,7 +176,7 @@ def metrics(part: Microbatch) -> dict[str, tuple[Metric, str]]:
 def check_metrics(actual: dict[str, float]) -> None:
     sums = torch.stack([values[1:].double().sum() for values in VALUES])
     for over in ("tokens", "mask", "share", "sequences"):
-        weights = torch.ones(len(LENGTHS)) if over == "sequences" else weighed(over)
+        weights = torch.ones(len(LENGTHS)) if over == "sequences" else weighted_loss(over)
         for name, expected in reduced(weights, sums if over == "sequences" else without_first_tokens(VALUES)).items():
             assert_equal(torch.tensor(actual[f"{name} over {over}"]), torch.tensor(expected), f"{name} over {over}")
 
@@ -192,7 +192,7 @@ def test_metrics_are_reduced_as_declared_over_microbatches(budget: int, multiple
 
 
 def over_ranks(group: Any, layout: str) -> tuple[float, float, dict[str, float]]:
-    """The loss over sequences, given one by one and as a sum, and every metric."""
+    """Returns the loss over sequences, per sequence and as a sum, and every metric."""
     dp_cp_mesh = mesh(Layout.parse(layout))
     all_parts = microbatches(12, dp_cp_mesh.dp.size)
     local_microbatches = [
@@ -211,7 +211,7 @@ def over_ranks(group: Any, layout: str) -> tuple[float, float, dict[str, float]]
 
 
 @pytest.mark.parametrize("layout", ["dp_shard=2", "cp=2"])
-def test_losses_and_metrics_are_those_of_the_batch_over_ranks(ranks: Any, layout: str) -> None:
+def test_losses_and_metrics_over_ranks_equal_the_full_batch(ranks: Any, layout: str) -> None:
     expected = without_first_tokens(VALUES).sum() / len(LENGTHS)
     for by_one, summed, actual in ranks(2, over_ranks, layout):
         assert_equal(torch.tensor(by_one), expected, "loss over sequences")
@@ -219,7 +219,7 @@ def test_losses_and_metrics_are_those_of_the_batch_over_ranks(ranks: Any, layout
         check_metrics(actual)
 
 
-def silent(group: Any) -> dict[str, float]:
+def rank_without_output(group: Any) -> dict[str, float]:
     parts = microbatches()
     tally = MetricAccumulator(LossNormalizer(parts))
     if group.rank() == 1:
@@ -228,14 +228,14 @@ def silent(group: Any) -> dict[str, float]:
     return tally.reduce(group.rank() == 1)
 
 
-def test_a_rank_that_has_no_output_hears_the_numbers_of_those_that_have(ranks: Any) -> None:
-    for actual in ranks(2, silent):
+def test_rank_without_output_gets_the_metrics_of_other_ranks(ranks: Any) -> None:
+    for actual in ranks(2, rank_without_output):
         assert actual["loss"] == 2.0
         assert_equal(torch.tensor(actual["value"]), without_first_tokens(VALUES).sum(), "sum")
 
 
 def three_steps(group: Any) -> list[tuple[dict[str, float], int]]:
-    """Each rank has a metric that the other has not, and in the last step a new one. With how often names were told."""
+    """Each rank has one metric the other lacks, and a new one in the last step. Counts exchanges of names."""
     parts, metric_index, gathers = microbatches(), MetricIndex(), []
     gather = dist.all_gather_object
     with pytest.MonkeyPatch.context() as patch:
@@ -251,7 +251,7 @@ def three_steps(group: Any) -> list[tuple[dict[str, float], int]]:
     return actual
 
 
-def test_metric_names_are_gathered_only_when_there_is_a_new_one(ranks: Any) -> None:
+def test_metric_names_are_gathered_only_when_new(ranks: Any) -> None:
     known = {"of rank 0": 1.0, "of rank 1": 2.0, "of both": 2.0, "sum": 2.0}
     for first, second, third, last in ranks(2, three_steps):
         assert first == (known, 1)
@@ -259,8 +259,8 @@ def test_metric_names_are_gathered_only_when_there_is_a_new_one(ranks: Any) -> N
         assert last == ({**known, "late": 2.0}, 2)
 
 
-def test_no_metric_is_waited_for_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All numbers come to the host together: on a GPU each way to look at one is a synchronisation."""
+def test_metrics_are_copied_to_the_host_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each separate read would synchronise with the GPU."""
     parts = microbatches(12)
     tally, reads = MetricAccumulator(LossNormalizer(parts)), []
     for name in ("tolist", "item", "__float__", "__int__", "__bool__"):
@@ -285,7 +285,7 @@ def many_metrics(group: Any) -> list[dict[str, float]]:
     return actual
 
 
-def test_more_metrics_than_usual_are_reduced_all_the_same(ranks: Any) -> None:
+def test_more_metrics_than_the_buffer_holds_are_reduced(ranks: Any) -> None:
     for actual in ranks(2, many_metrics):
         for count, numbers in zip((2, 300, 300, 2), actual, strict=True):
             assert list(numbers.values()) == [float(index) for index in range(count)]
@@ -298,7 +298,7 @@ def test_a_metric_index_drops_old_names_when_it_is_full() -> None:
     assert list(metric_index.slots) == [(str(index), "sum") for index in range(200, 400)]
 
 
-def test_a_metric_nothing_counts_in_is_not_a_number_and_one_of_two_kinds_is_refused() -> None:
+def test_metric_without_counts_is_nan_and_mixed_reductions_are_refused() -> None:
     (part,) = pack([[1, 2, 3]], budget=8, columns={"mask": [0.0]})
     tally = MetricAccumulator(LossNormalizer([part]))
     for name, kind in REDUCTIONS.items():
@@ -310,7 +310,7 @@ def test_a_metric_nothing_counts_in_is_not_a_number_and_one_of_two_kinds_is_refu
         tally.add("mean", largest(torch.ones(3)), part)
 
 
-def test_weights_that_cancel_still_count() -> None:
+def test_weights_that_sum_to_zero_still_count() -> None:
     (part,) = pack([[1, 2, 3]], budget=8, columns={"sign": [[0.0, 1.0, -1.0]]})
     tally = MetricAccumulator(LossNormalizer([part]))
     values = torch.tensor([5.0, 3.0, 9.0])  # of positions 0 and 1, with weights 1 and -1
@@ -321,7 +321,7 @@ def test_weights_that_cancel_still_count() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_an_extreme_that_is_not_a_number_is_not_passed_over(place: int) -> None:
+def test_nan_in_max_and_min_metrics_is_propagated(place: int) -> None:
     parts = pack([[1, 2], [1, 2, 3]], budget=3)
     tally = MetricAccumulator(LossNormalizer(parts))
     for index, part in enumerate(parts):

@@ -1,4 +1,4 @@
-"""offload and onload: device memory is freed, every bit is restored, and training continues unchanged."""
+"""offload and onload: device memory is freed, state is restored bit-exactly, and training continues unchanged."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def host_bytes(engine: Engine) -> int:
 
 
 def state(engine: Engine) -> dict[str, Tensor]:
-    """Every tensor of this rank: parameters, buffers, gradients, and the optimizer's state."""
+    """Returns every tensor of this rank: parameters, buffers, gradients and optimizer state."""
     tensors: dict[str, Tensor] = {}
     for index, model in engine.stages.items():
         tensors |= {f"{index} {name}": tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
@@ -61,8 +61,10 @@ def step(engine: Engine, seed: int) -> float:
     return engine.forward_backward(batch(seed, vocab_size=VOCABULARY), SFT()).loss
 
 
-def go_on(group: Any, layout: str, options: dict[str, Any], offloads: bool) -> tuple[list[float], dict[str, str]]:
-    """Losses and the last state of two steps, the second of two batches. `offloads` between all of these."""
+def train_with_offloads(
+    group: Any, layout: str, options: dict[str, Any], offloads: bool
+) -> tuple[list[float], dict[str, str]]:
+    """Returns losses and the final state of two steps, the second with two batches, with `offloads` between calls."""
     engine = build(layout, CONFIG, **options)
     losses = []
     for seed in (0, None, 1, 2, None, 3):
@@ -112,7 +114,9 @@ def move(engine: Engine) -> None:
 def test_training_after_offload_and_onload_is_unchanged(ranks: Any, layout: str, options: dict[str, Any]) -> None:
     size = Layout.parse(layout).world_size
     for moved, stayed in zip(
-        ranks(size, go_on, layout, options, True), ranks(size, go_on, layout, options, False), strict=True
+        ranks(size, train_with_offloads, layout, options, True),
+        ranks(size, train_with_offloads, layout, options, False),
+        strict=True,
     ):
         assert moved == stayed
 
@@ -149,7 +153,7 @@ def refusals(group: Any, directory: Path) -> dict[str, str]:
     return results | {"afterwards": error_text(lambda: (step(engine, 1), engine.optimizer_step()))}
 
 
-def test_every_other_call_is_refused_in_between(ranks: Any, tmp_path: Path) -> None:
+def test_other_calls_are_refused_while_offloaded(ranks: Any, tmp_path: Path) -> None:
     (results,) = ranks(1, refusals, tmp_path)
     assert results.pop("afterwards") == "nothing"
     assert {name: answer for name, answer in results.items() if answer != REFUSED} == {}
@@ -180,7 +184,7 @@ def failures(group: Any) -> tuple[list[str], bool]:
     return results, digests(engine) == before
 
 
-def test_a_failure_leaves_everything_on_the_device_or_a_refusal(ranks: Any) -> None:
+def test_failed_offload_keeps_everything_on_the_device_or_refuses_calls(ranks: Any) -> None:
     (((offload, after_offload, onload, refused), unchanged),) = ranks(1, failures)
     assert (offload, after_offload) == ("RuntimeError: no host memory", "nothing")
     assert onload.startswith("RuntimeError: onload needs 0.00 GiB on cpu, which it does not have (no device memory): ")
@@ -191,8 +195,8 @@ def test_a_failure_leaves_everything_on_the_device_or_a_refusal(ranks: Any) -> N
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"weights": "split"}], ids=str)
-def test_a_generator_gets_the_memory_of_the_gpu(options: dict[str, Any]) -> None:
-    """Peak memory with a tensor as large as all that was offloaded is no more than before."""
+def test_offloaded_memory_is_available_on_the_gpu(options: dict[str, Any]) -> None:
+    """A tensor as large as the offloaded state does not increase the peak memory."""
     large = small_config("[*-]{4}", hidden_size=1024, vocab_size=32_000)
     with started(device="cuda"):
         allocated_before = torch.cuda.memory_allocated()  # by tests before this one: a cuBLAS workspace for each stream

@@ -1,4 +1,4 @@
-"""A checkpoint that an earlier version wrote loads, and training continues with the losses that version had.
+"""A checkpoint of an earlier version loads, and training continues with that version's losses.
 
 `data/dense` was written on one rank, `data/moe` by Layout(dp_shard=2, ep=2): each after two steps on `batch(0)` and
 `batch(1)`. LOSSES are those of the next three steps of the engine that wrote it.
@@ -45,12 +45,12 @@ def continued(group: Any, name: str, layout: str) -> tuple[dict[str, Any], int, 
 @pytest.mark.parametrize(
     ("name", "layout"), [("dense", ""), ("dense", "tp=2"), ("moe", ""), ("moe", "dp_shard=2,ep=2")]
 )
-def test_an_old_checkpoint_loads_and_trains_on(ranks: Ranks, name: str, layout: str) -> None:
+def test_old_checkpoint_loads_and_training_continues(ranks: Ranks, name: str, layout: str) -> None:
     for extra, step, losses in ranks(Layout.parse(layout).world_size, continued, name, layout):
         assert (extra, step) == ({"epoch": 4}, 2)
         assert losses == pytest.approx(LOSSES[name], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_an_old_checkpoint_passes_the_check(name: str) -> None:
+def test_old_checkpoint_passes_verification(name: str) -> None:
     checkpoint.check_checkpoint(DATA / name)

@@ -1,4 +1,4 @@
-"""8-bit, split and offloaded optimizer state: trains like AdamW in fp32, resumes to the bit, in every layout."""
+"""8-bit, split and offloaded optimizer state: trains like fp32 AdamW and resumes bit-exactly in every layout."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def of_kind(kind: str, layout: str = "", **options: Any) -> Engine:
 
 
 def learned(optimizer: AdamW, stored: str, steps: int = 150) -> list[float]:
-    """Losses of a small network that learns what another one says."""
+    """Returns losses of a small network that learns another one's outputs."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((64, 16), (64,), (8, 64))
     teacher, start = ([torch.randn(shape, generator=generator) / shape[-1] ** 0.5 for shape in shapes] for _ in "ab")
@@ -88,8 +88,8 @@ def test_a_small_problem_is_trained_as_in_fp32() -> None:
         assert sum(actual[-20:]) < end * (2.0 if stored == "rounded" else 1.25), (optimizer, stored)
 
 
-def test_split_weights_are_moved_as_weights_in_fp32() -> None:
-    """All the way but for what the network sees of them."""
+def test_split_weights_equal_fp32_weights() -> None:
+    """Except for the low bits, which the network does not see."""
     start = torch.randn(8, 70, generator=torch.Generator().manual_seed(0)).bfloat16()
     wide, narrow = torch.nn.Parameter(start.float()), torch.nn.Parameter(start.clone())
     narrow.grad_dtype = None
@@ -105,7 +105,7 @@ def test_split_weights_are_moved_as_weights_in_fp32() -> None:
 
 
 def resumed(group: Any, kind: str, layout: str, directory: str) -> tuple[Any, ...]:
-    """A run that goes on, one that is resumed from disk, and one that goes back in the same engine."""
+    """Returns a continuous run, one resumed from disk, and one that loads an earlier state in the same engine."""
     engine = of_kind(kind, layout)
     train(engine, [1, 2])
     engine.save(directory)
@@ -132,7 +132,7 @@ def resumed(group: Any, kind: str, layout: str, directory: str) -> tuple[Any, ..
     ],
 )
 @pytest.mark.slow
-def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(
+def test_resumed_run_is_bit_identical_to_the_uninterrupted_one(
     ranks: Any, tmp_path: Path, kind: str, layout: str
 ) -> None:
     for expected, *resumed_runs in ranks(
@@ -145,7 +145,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(
 
 
 def given_gradients(group: Any, kind: str, layout: str, directory: str, source: str | None = None) -> Any:
-    """Weights after steps by gradients that are the same in every layout; saved, or from what another layout saved."""
+    """Returns weights after steps with layout-independent gradients; saves, or loads another layout's checkpoint."""
     optimizer, _ = KINDS[kind]
     engine = of_kind(kind, layout, optimizer=replace(optimizer, max_grad_norm=None))
     if source is not None:
@@ -179,8 +179,8 @@ def given_gradients(group: Any, kind: str, layout: str, directory: str, source: 
         ),
     ],
 )
-def test_an_update_is_equal_in_every_layout(ranks: Any, tmp_path: Path, kind: str, layout: str) -> None:
-    """To the bit, as blocks and random numbers are the whole tensor's; and from a checkpoint of the other layout."""
+def test_update_is_bit_identical_in_every_layout(ranks: Any, tmp_path: Path, kind: str, layout: str) -> None:
+    """Blocks and random numbers are those of the full tensor; also from a checkpoint of the other layout."""
     size, single_directory, sharded_directory = (
         Layout.parse(layout).world_size,
         str(tmp_path / "one"),
@@ -196,7 +196,7 @@ def test_an_update_is_equal_in_every_layout(ranks: Any, tmp_path: Path, kind: st
 
 
 def split_updates(group: Any, layout: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses before each of three updates by given gradients, and the weights after them with all bits."""
+    """Returns losses before each of three updates with given gradients, and the weights after them with all bits."""
     options: dict[str, Any] = {"overlap": True, "recompute": "full"} if layout else {}
     optimizer = AdamW(lr=1e-2, offload=True, max_grad_norm=None)
     experts = MoEConfig(experts=4, top_k=2, intermediate_size=12, shared_intermediate_size=8, router_fp32=True)
@@ -214,8 +214,8 @@ def split_updates(group: Any, layout: str) -> tuple[list[float], dict[str, Tenso
 
 
 @pytest.mark.slow
-def test_split_weights_of_every_kind_of_block_are_one_ranks_to_the_bit(ranks: Any) -> None:
-    """With the same gradients. So only gradients, which layouts round differently, make their weights differ."""
+def test_split_weights_of_every_block_are_bit_identical_to_one_rank(ranks: Any) -> None:
+    """With equal gradients, so only the gradients' rounding can differ between layouts."""
     (expected,) = ranks(1, split_updates, "")
     assert max(expected[0]) - min(expected[0]) > 1e-2
     for losses, actual in ranks(4, split_updates, "pp=2,tp=2,ep=2"):
@@ -223,8 +223,8 @@ def test_split_weights_of_every_kind_of_block_are_one_ranks_to_the_bit(ranks: An
         assert bitwise_equal(actual, expected[1])
 
 
-def pieces(group: Any) -> bool:
-    """Whether state that is brought in pieces of a row or two moves weights as state that is not."""
+def update_in_pieces(group: Any) -> bool:
+    """Returns whether state loaded in pieces of a row or two updates weights like state that is not."""
     results = []
     for piece_bytes in (offloading.PIECE_BYTES, 1 << 14):
         with pytest.MonkeyPatch.context() as patch:
@@ -238,7 +238,7 @@ def pieces(group: Any) -> bool:
 
 @pytest.mark.thorough
 def test_optimizer_state_in_host_memory_gives_equal_updates(ranks: Any) -> None:
-    assert ranks(1, pieces) == [True]
+    assert ranks(1, update_in_pieces) == [True]
 
 
 def held_bytes(group: Any) -> list[tuple[int, int, int, int]]:
@@ -280,7 +280,7 @@ def refused_on_one(group: Any, directory: str) -> list[str]:
     return [sgd, *(error_text(lambda kind=kind: of_kind(kind).load(directory)) for kind in ("8-bit moments", "split"))]
 
 
-def test_invalid_settings_are_refused_in_a_sentence(ranks: Any, tmp_path: Path) -> None:
+def test_invalid_settings_are_refused_with_clear_error(ranks: Any, tmp_path: Path) -> None:
     directory = str(tmp_path / "saved")
     ((sgd, moments, split),) = ranks(1, refused_on_one, directory)
     assert "weights='split' need AdamW, but the optimizer is SGD" in sgd
@@ -297,13 +297,13 @@ def refused_on_two(group: Any) -> list[str]:
 
 
 @pytest.mark.slow
-def test_layouts_that_share_narrow_weights_or_split_a_block_are_refused(ranks: Any) -> None:
+def test_layouts_that_replicate_narrow_weights_or_split_a_block_are_refused(ranks: Any) -> None:
     for rank, (shared, cut) in enumerate(ranks(2, refused_on_two)):
         assert "weights are stored narrower than fp32 where no other rank shares them, but" in shared
         assert f"of 320 columns of layers.0.mlp.down_proj.weight this rank stores {160 * rank} to" in cut
 
 
-def move_on_a_gpu(engine: Engine, steps: range) -> None:
+def update_on_a_gpu(engine: Engine, steps: range) -> None:
     for step in steps:
         for name, parameter in engine.parameters.items():
             generator = torch.Generator("cuda").manual_seed(step + len(name))
@@ -313,7 +313,7 @@ def move_on_a_gpu(engine: Engine, steps: range) -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_large_tensors_are_updated_as_small_ones() -> None:
+def test_large_tensors_are_updated_like_small_ones_on_a_gpu() -> None:
     results = []
     with started(device="cuda"):
         for large in (1, 1 << 40):
@@ -321,7 +321,7 @@ def test_on_a_gpu_large_tensors_are_updated_as_small_ones() -> None:
                 patch.setattr("postlude.engine.optimizers.LARGE", large)
                 source = config("tiny-dense", num_hidden_layers=1)
                 engine = Engine(source, budget=64, device="cuda", optimizer=AdamW(lr=1e-2, weight_decay=0.1))
-                move_on_a_gpu(engine, range(4))
+                update_on_a_gpu(engine, range(4))
                 results.append({name: parameter.detach().clone() for name, parameter in engine.parameters.items()})
     for name, small in results[1].items():
         assert difference(results[0][name], small) < TOLERANCE, name
@@ -329,8 +329,8 @@ def test_on_a_gpu_large_tensors_are_updated_as_small_ones() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["rounded, offload", "split, 8-bit moments, offload"])
-def test_on_a_gpu_offloaded_state_is_copied_in_and_back(kind: str, tmp_path: Path) -> None:
-    """In pieces, to the bit as if it stayed; also by way of a checkpoint that is saved right after a step."""
+def test_offloaded_state_is_copied_in_and_back_on_a_gpu(kind: str, tmp_path: Path) -> None:
+    """In pieces and bit-identical to resident state; also through a checkpoint saved right after a step."""
     kind_config, stored = KINDS[kind]
 
     def make(offload: bool, seed: int = 0) -> Engine:
@@ -343,22 +343,22 @@ def test_on_a_gpu_offloaded_state_is_copied_in_and_back(kind: str, tmp_path: Pat
         results = []
         for offload in (False, True):
             engine = make(offload)
-            move_on_a_gpu(engine, range(2))
+            update_on_a_gpu(engine, range(2))
             engine.save(tmp_path / str(offload))
-            move_on_a_gpu(engine, range(2, 4))
+            update_on_a_gpu(engine, range(2, 4))
             results.append(weights(engine))
             state_tensors = [value for state in engine.optimizer.state.values() for value in state.values()]
             assert any(not value.is_cuda for value in state_tensors) == offload
         for offload in (False, True):
             engine = make(offload, seed=1)
             engine.load(tmp_path / str(not offload))
-            move_on_a_gpu(engine, range(2, 4))
+            update_on_a_gpu(engine, range(2, 4))
             results.append(weights(engine))
         assert all(bitwise_equal(weights_after, results[0]) for weights_after in results)
 
 
 def by_role(group: Any) -> tuple[dict[str, float], dict[str, set[str]], dict[str, bool]]:
-    """Of GPT-OSS, whose experts have biases: each parameter's weight decay, its state, and whether it began at zero."""
+    """Returns weight decay, state and zero start of each parameter of GPT-OSS, whose experts have biases."""
     optimizer = AdamW(lr=1e-3, weight_decay=0.1, moments="8bit")
     engine = build("", CONFIGS["gpt_oss"](), optimizer=optimizer)
     zero = {name: not parameter.any() for name, parameter in engine.parameters.items()}
@@ -382,7 +382,7 @@ def test_the_role_of_a_parameter_is_declared_by_its_module(ranks: Any) -> None:
         assert zero[name] == (leaf in ("bias", "sinks")), name
 
 
-def test_matrices_of_every_kind_of_block_by_name() -> None:
+def test_matrix_parameters_of_every_block_by_name() -> None:
     with torch.device("meta"):
         model = LanguageModel(tiny_hybrid(), value_head=True)
     not_matrices = {name for name, _ in model.named_parameters()} - model.matrices
@@ -410,8 +410,8 @@ def test_a_parameter_without_a_role_is_refused() -> None:
     assert not LanguageModel(small_config("[*-]"), blocks={**BLOCKS, "-": Scaled}).layers["0"].mlp.gain.any()
 
 
-def exchanged(group: Any, layout: str, directory: str) -> dict[str, Any]:
-    """Split weights as they are streamed and exported in fp32, before and after they get another optimizer."""
+def streamed_and_exported(group: Any, layout: str, directory: str) -> dict[str, Any]:
+    """Returns split weights streamed and exported in fp32, before and after another optimizer is set."""
     engine = of_kind("split", layout)
     train(engine, [1, 2, 3])
     before = {name: tensor.clone() for name, tensor in engine.stream_weights(dtype=torch.float32)}
@@ -443,7 +443,7 @@ def exchanged(group: Any, layout: str, directory: str) -> dict[str, Any]:
 def test_split_weights_keep_all_bits_in_streams_exports_and_another_optimizer(
     ranks: Any, tmp_path: Path, layout: str
 ) -> None:
-    for actual in ranks(Layout.parse(layout).world_size, exchanged, layout, str(tmp_path)):
+    for actual in ranks(Layout.parse(layout).world_size, streamed_and_exported, layout, str(tmp_path)):
         before, *later_streams = actual["streams"]
         assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in before.values())
         for name, tensor in before.items():

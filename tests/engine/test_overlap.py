@@ -1,4 +1,4 @@
-"""Overlapped steps equal plain ones to the bit: losses, metrics, gradients and weights, in every layout."""
+"""Overlapped steps are bit-identical to plain ones: losses, metrics, gradients and weights, in every layout."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def gradients(engine: Engine) -> dict[str, Tensor]:
 def with_and_without_overlap(
     group: Any, layout: str, source: ModelConfig, steps: int, options: dict[str, Any]
 ) -> list[tuple[list[Any], dict[str, Tensor], dict[str, Tensor]]]:
-    """Losses and metrics of every step, the first step's gradients and the last one's weights: plain, overlapped."""
+    """Returns losses and metrics of every step, the first gradients and the last weights: plain, overlapped."""
     results = []
     for overlap in (False, True):
         ahead = bool(source.pattern.mtp)
@@ -75,7 +75,7 @@ def with_and_without_overlap(
     return results
 
 
-def assert_one(outputs: list[Any]) -> None:
+def assert_identical(outputs: list[Any]) -> None:
     for plain, overlapped in outputs:
         assert plain[0] == overlapped[0]
         for before, after in zip(plain[1:], overlapped[1:], strict=True):
@@ -89,8 +89,8 @@ LAYOUTS = {"": 1, "dp_shard=2,ep=2": 2, "pp=2": 2, "pp=2,vpp=2,dp_shard=2,ep=2":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", pytest.param("pp=2,cp=2,ep=2", marks=pytest.mark.thorough)])
-def test_a_few_steps(ranks: Any, layout: str) -> None:
-    assert_one(ranks(LAYOUTS[layout], with_and_without_overlap, layout, config("[GE][*E]/[*E]"), 2, {}))
+def test_overlapped_steps_equal_plain_steps(ranks: Any, layout: str) -> None:
+    assert_identical(ranks(LAYOUTS[layout], with_and_without_overlap, layout, config("[GE][*E]/[*E]"), 2, {}))
 
 
 @pytest.mark.thorough
@@ -100,22 +100,22 @@ def test_a_few_steps(ranks: Any, layout: str) -> None:
     ("layout", "trunk"),
     [("pp=2,dp_shard=2,ep=2", "[*E]{2}"), ("pp=2,dp_shard=2,ep=2", "[*E]|"), ("dp_shard=2,tp=2,ep=2", "[*E]{2}")],
 )
-def test_experts_in_two_depths(ranks: Any, layout: str, trunk: str, tied: bool, recompute: str) -> None:
+def test_overlapped_experts_in_two_mtp_depths(ranks: Any, layout: str, trunk: str, tied: bool, recompute: str) -> None:
     source = config(f"{trunk}/[*E]/[*E]", tied_head=tied)
-    assert_one(ranks(4, with_and_without_overlap, layout, source, 2, {"recompute": recompute}))
+    assert_identical(ranks(4, with_and_without_overlap, layout, source, 2, {"recompute": recompute}))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"compute_dtype": torch.bfloat16}], ids=str)
 @pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", "pp=2"])
-def test_a_depth_with_experts_that_is_repeated(ranks: Any, layout: str, options: dict[str, Any]) -> None:
+def test_overlapped_repeated_mtp_depth_with_experts(ranks: Any, layout: str, options: dict[str, Any]) -> None:
     """Where gradients wait for the last microbatch, FSDP sums a plain step's in two: before its last one, and after."""
     source = config("[*E]{2}/[*E]/[*E]", mtp_repeated=True)
-    assert_one(ranks(LAYOUTS[layout], with_and_without_overlap, layout, source, 2, options))
+    assert_identical(ranks(LAYOUTS[layout], with_and_without_overlap, layout, source, 2, options))
 
 
-def exchanged(group: Any, layout: str, objective: Any) -> set[str]:
-    """Returns the exchanges that a step started by itself."""
+def exchanges_outside_the_plan(group: Any, layout: str, objective: Any) -> set[str]:
+    """Returns the exchanges that a step started outside the plan."""
     engine = Engine(config("[*E]/[*E]"), budget=32, mesh=mesh(Layout.parse(layout)), mtp=True, overlap=True)
     recording = Recording(0, torch.device("cpu"))
     engine.forward_backward(batch(0), objective, recorder=recording)
@@ -123,15 +123,15 @@ def exchanged(group: Any, layout: str, objective: Any) -> set[str]:
 
 
 @pytest.mark.slow
-def test_depths_that_an_objective_asks_for_are_exchanged_by_the_plan(ranks: Any) -> None:
-    (actual, _) = ranks(2, exchanged, "dp_shard=2,ep=2", MTP(objective=SFT()))
+def test_depths_requested_by_an_objective_are_exchanged_by_the_plan(ranks: Any) -> None:
+    (actual, _) = ranks(2, exchanges_outside_the_plan, "dp_shard=2,ep=2", MTP(objective=SFT()))
     assert {"mtp.0.layers.0 moe.dispatch", "mtp.0.layers.0 moe.combine"} < actual
-    (actual, _) = ranks(2, exchanged, "dp_shard=2,ep=2", SFT())
+    (actual, _) = ranks(2, exchanges_outside_the_plan, "dp_shard=2,ep=2", SFT())
     assert actual == {"layers.0 moe.dispatch", "layers.0 moe.combine"}
 
 
-def in_between(group: Any, layout: str) -> list[Any]:
-    """Two batches a step, and log-probs before, amid and after: plain, overlapped."""
+def steps_with_evaluations(group: Any, layout: str) -> list[Any]:
+    """Two batches per step, and log-probs before, during and after: plain, overlapped."""
     results = []
     for overlap in (False, True):
         engine = Engine(config("[*E]{2}"), budget=32, mesh=mesh(Layout.parse(layout)), overlap=overlap)
@@ -149,19 +149,21 @@ def in_between(group: Any, layout: str) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", pytest.param("pp=2", marks=pytest.mark.thorough)])
 def test_gradients_accumulate_and_evaluations_use_gathered_weights(ranks: Any, layout: str) -> None:
-    for plain, overlapped in ranks(2, in_between, layout):
+    for plain, overlapped in ranks(2, steps_with_evaluations, layout):
         assert all(torch.equal(*pair) for pair in zip(plain, overlapped, strict=True))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", "pp=2"])
-def test_in_bf16(ranks: Any, layout: str) -> None:
-    """Where gradients of single microbatches are bf16, and their sums fp32."""
-    assert_one(ranks(2, with_and_without_overlap, layout, config("[ME][*E]"), 2, {"compute_dtype": torch.bfloat16}))
+def test_overlapped_steps_in_bf16(ranks: Any, layout: str) -> None:
+    """Gradients of single microbatches are bf16, and their sums fp32."""
+    assert_identical(
+        ranks(2, with_and_without_overlap, layout, config("[ME][*E]"), 2, {"compute_dtype": torch.bfloat16})
+    )
 
 
 def left_alive(group: Any, overlap: Any) -> list[tuple[int, ...]]:
-    """The shapes of activations that a second pass leaves alive, also in reference cycles."""
+    """Returns the shapes of activations that a second pass leaves alive, also in reference cycles."""
     engine = Engine(config("[*E]{2}/[*E]"), mesh=mesh(Layout(pp=2)), budget=32, overlap=overlap, mtp=True)
 
     engine.forward_backward(batch(0), MTP(objective=SFT()))  # makes the gradients
@@ -183,38 +185,38 @@ def left_alive(group: Any, overlap: Any) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("overlap", [False, True, "zero_bubble"])
-def test_a_pass_leaves_no_activation_alive(ranks: Any, overlap: Any) -> None:
+def test_pass_frees_all_activations(ranks: Any, overlap: Any) -> None:
     assert ranks(2, left_alive, overlap) == [[], []]
 
 
 @pytest.mark.slow
-def test_a_few_steps_of_stages_cut_by_hand_that_recompute(ranks: Any) -> None:
-    """A short form of the 100 steps below: cuts in the pattern, two stages a rank, and cheap results made again."""
+def test_overlapped_stages_with_explicit_cuts_and_recompute(ranks: Any) -> None:
+    """A short form of the 100 steps below: cuts in the pattern, two stages per rank, selective recompute."""
     source = config("[*E]|[*-][*E]|[M-]|[*E]")
-    assert_one(ranks(2, with_and_without_overlap, "pp=2,vpp=2", source, 3, {"recompute": "selective"}))
+    assert_identical(ranks(2, with_and_without_overlap, "pp=2,vpp=2", source, 3, {"recompute": "selective"}))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", "pp=2,vpp=2,dp_shard=2,ep=2", "pp=2,cp=2,ep=2"])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_100_steps(ranks: Any, pattern: str, layout: str, recompute: str) -> None:
+def test_100_overlapped_steps(ranks: Any, pattern: str, layout: str, recompute: str) -> None:
     if "/" in pattern:
         layout = layout.replace(",vpp=2", "")  # it has as many layers as a pipeline of two has stages
     size, options = LAYOUTS.get(layout, 4), {"recompute": recompute}
     patience = 900  # 200 steps of four ranks, which may have two cores
-    assert_one(ranks(size, with_and_without_overlap, layout, config(pattern), 100, options, patience=patience))
+    assert_identical(ranks(size, with_and_without_overlap, layout, config(pattern), 100, options, patience=patience))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(("pattern", "tied"), [("[*E]{2}", False), ("[M-][*E]/[*-]", False), ("[*E][*-]/[*-]", True)])
-def test_on_a_gpu(pattern: str, tied: bool, recompute: str) -> None:
-    """In bf16 too, where sums wait in fp32, to which kernels add the gradients of weights."""
+def test_overlapped_steps_on_a_gpu(pattern: str, tied: bool, recompute: str) -> None:
+    """In bf16 too, where kernels add weight gradients to fp32 accumulators."""
     experts = replace(EXPERTS, intermediate_size=32)
     sizes: dict[str, Any] = {"hidden_size": 64, "tied_head": tied, "blocks": {"E": experts}}
     with started(device="cuda"):
-        assert_one(
+        assert_identical(
             [
                 with_and_without_overlap(
                     None, "", small_config(pattern, **sizes), 3, {"recompute": recompute, "device": "cuda"}

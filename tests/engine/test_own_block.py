@@ -28,15 +28,15 @@ from tests.meshes import verify
 
 @pytest.mark.parametrize("layout", ["tp=2", "pp=2", "dp_shard=2"])
 @pytest.mark.slow
-def test_a_block_of_ones_own_equals_one_rank_in_a_layout(ranks: Any, layout: str) -> None:
+def test_custom_block_in_a_layout_equals_one_rank(ranks: Any, layout: str) -> None:
     case = Case(CONFIG, Layout.parse(layout), "sft", initializer_range=0.1, blocks=TABLE)
     report = ranks(2, verify, case)[0]
     assert set(report.gradients) == set(LanguageModel(CONFIG, blocks=TABLE).state_dict())
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
 
 
-def living(group: Any, directory: str) -> tuple[Any, ...]:
-    """Train in one layout; go on from its checkpoint in another. What streams, and what is refused."""
+def train_save_and_stream(group: Any, directory: str) -> tuple[Any, ...]:
+    """Trains in one layout and continues its checkpoint in another. Returns what streams and what is refused."""
     engine = build("tp=2", CONFIG, blocks=TABLE)
     before = weights(engine)
     train(engine, [0, 1])
@@ -58,7 +58,9 @@ def living(group: Any, directory: str) -> tuple[Any, ...]:
 
 @pytest.mark.slow
 def test_a_custom_model_is_saved_loaded_and_streamed_and_export_hf_refuses_it(ranks: Any, tmp_path: Path) -> None:
-    for unmoved, is_equal, exported, generated, cut, unknown in ranks(2, living, str(tmp_path / "checkpoint")):
+    for unmoved, is_equal, exported, generated, cut, unknown in ranks(
+        2, train_save_and_stream, str(tmp_path / "checkpoint")
+    ):
         assert not unmoved
         assert is_equal
         assert exported.startswith("ValueError: no Hugging Face family describes this model, [C-]{2}[*-]{2}, so it has")
@@ -87,7 +89,7 @@ class CountingConfig(BlockConfig):
 
 
 class Counting(Block):
-    """Changes nothing, and keeps the tokens of each step: counted on every rank, added up after the step."""
+    """Changes nothing, and counts the tokens of each step on every rank; counts are summed after the step."""
 
     Config = CountingConfig
     tokens: Tensor  # [1] of this rank, this step
@@ -119,7 +121,7 @@ COUNTING = replace(
 )
 
 
-def counting(group: Any, layout: str) -> list[list[float]]:
+def counted_tokens(group: Any, layout: str) -> list[list[float]]:
     engine = build(layout, COUNTING, blocks={**TABLE, "Q": Counting})
     engine.forward_backward(batch(0), policy)
     engine.zero_grad()  # a step that is given up counts nothing
@@ -138,7 +140,7 @@ def counting(group: Any, layout: str) -> list[list[float]]:
 @pytest.mark.parametrize("layout", ["tp=2", "pp=2", "dp_shard=2", "cp=2", ""])
 @pytest.mark.slow
 def test_counters_of_a_block_cover_the_step_in_every_layout(ranks: Any, layout: str) -> None:
-    actual = ranks(Layout.parse(layout).world_size, counting, layout)
+    actual = ranks(Layout.parse(layout).world_size, counted_tokens, layout)
     totals = [counts for rank in actual for counts in rank]
     assert len(totals) == (1 if layout in ("", "pp=2") else 2)
     assert all(total == [16.0 + sum(LENGTHS), 2.0] for total in totals)

@@ -30,8 +30,8 @@ RECURRENT = small_config("[M-]G")
 
 
 @contextmanager
-def learning(sharding: ParameterSharding) -> Iterator[None]:
-    """As an engine does around the only microbatch of a step."""
+def run_last_microbatch(sharding: ParameterSharding) -> Iterator[None]:
+    """Runs as an engine does around the only microbatch of a step."""
     sharding.begin_pass(train=True)
     sharding.before_last_backward()
     yield
@@ -39,8 +39,8 @@ def learning(sharding: ParameterSharding) -> Iterator[None]:
     sharding.end_pass()
 
 
-def draw(model: LanguageModel) -> None:
-    """A value head that is not zero, the same in every layout."""
+def randomise_value_head(model: LanguageModel) -> None:
+    """Sets a non-zero value head, the same in every layout."""
     assert model.value_head is not None
     weight = model.value_head.weight
     drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
@@ -48,14 +48,14 @@ def draw(model: LanguageModel) -> None:
 
 
 def dtypes_in_forward(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
-    """What the router and the value head of a model in bf16 are given, use, answer and learn."""
+    """Returns the dtypes of inputs, weights, outputs and gradients of router and value head in a bf16 model."""
     place = mesh(Layout.parse(layout))
     with torch.device("meta"):
         model = LanguageModel(CONFIG, mesh=place, value_head=True, recompute=recompute)
     sharding = shard_stage(model, place, torch.bfloat16)
     model.to_empty(device="cpu")
     model.reset()
-    draw(model)
+    randomise_value_head(model)
     recorded: dict[str, Any] = {}
     for name in PROMISED:
         module = model.get_submodule(name.removesuffix(".weight"))
@@ -78,7 +78,7 @@ def dtypes_in_forward(group: Any, layout: str, recompute: Any) -> dict[str, Any]
         return inputs.head.values(inputs.hidden).square().sum()
 
     microbatch = shard_context(small_microbatch(5, 1, 8, 2), place.cp, multiple_of=place.tp.size)
-    with learning(sharding):
+    with run_last_microbatch(sharding):
         model(microbatch, output_processor=values).backward()
     for name in PROMISED:
         parameter = model.get_parameter(name)
@@ -102,9 +102,9 @@ def dtypes_in_forward(group: Any, layout: str, recompute: Any) -> dict[str, Any]
         pytest.param("dp_shard=2", "full", marks=pytest.mark.slow),
     ],
 )
-def test_router_and_value_head_are_fp32_in_a_model_of_bf16(ranks: Any, layout: str, recompute: str) -> None:
+def test_router_and_value_head_are_fp32_in_a_bf16_model(ranks: Any, layout: str, recompute: str) -> None:
     full_model = LanguageModel(CONFIG, value_head=True)
-    draw(full_model)
+    randomise_value_head(full_model)
     everyone = ranks(Layout.parse(layout).world_size, dtypes_in_forward, layout, recompute)
     for name in PROMISED:
         expected = full_model.get_parameter(name).detach()
@@ -128,7 +128,7 @@ def test_router_and_value_head_are_fp32_in_a_model_of_bf16(ranks: Any, layout: s
 
 
 def streamed(group: Any, layout: str) -> dict[str, Tensor]:
-    """All that an engine in bf16 gives out, twice: as it streams, and as a copy that generates has it."""
+    """Returns all weights of a bf16 engine: as streamed, and in a generator's copy."""
     engine = build(layout, CONFIG, compute_dtype=torch.bfloat16)
     with torch.no_grad():
         for stage in engine.stages.values():
@@ -143,7 +143,7 @@ def streamed(group: Any, layout: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("layout", ["", pytest.param("tp=2", marks=pytest.mark.slow)])
-def test_what_is_promised_in_fp32_is_streamed_and_copied_in_fp32(ranks: Any, layout: str) -> None:
+def test_fp32_parameters_are_streamed_and_copied_in_fp32(ranks: Any, layout: str) -> None:
     full_state = LanguageModel(CONFIG).state_dict()
     for actual in ranks(Layout.parse(layout).world_size, streamed, layout):
         wide = {name for name, tensor in actual.items() if tensor.dtype == torch.float32}
@@ -166,7 +166,7 @@ def test_a_bf16_model_keeps_its_fp32_parameters() -> None:
 
 
 def vectors_seen(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
-    """What a model in bf16 uses of each vector, and what it learns."""
+    """Returns each vector as used by a bf16 model, and its gradient."""
     place = mesh(Layout.parse(layout))
     with torch.device("meta"):
         model = LanguageModel(RECURRENT, mesh=place, recompute=recompute)
@@ -185,7 +185,7 @@ def vectors_seen(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
 
             module.register_forward_hook(after)
     microbatch = shard_context(small_microbatch(5, 1, 8, 2), place.cp, multiple_of=place.tp.size)
-    with learning(sharding):
+    with run_last_microbatch(sharding):
         model(microbatch, targets=True).sum().backward()
     for name, record in recorded.items():
         parameter = model.get_parameter(name)
@@ -207,7 +207,7 @@ def vectors_seen(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
         pytest.param("dp_shard=2", "full", marks=pytest.mark.thorough),
     ],
 )
-def test_vectors_of_heads_are_fp32_in_a_model_of_bf16(ranks: Any, layout: str, recompute: str) -> None:
+def test_per_head_vectors_are_fp32_in_a_bf16_model(ranks: Any, layout: str, recompute: str) -> None:
     parameters = {name: parameter.detach() for name, parameter in LanguageModel(RECURRENT).named_parameters()}
     everyone = ranks(Layout.parse(layout).world_size, vectors_seen, layout, recompute)
     assert {name for name in parameters if "vectors" in name} == everyone[0].keys()
@@ -225,7 +225,7 @@ def test_vectors_of_heads_are_fp32_in_a_model_of_bf16(ranks: Any, layout: str, r
             assert_equal(record["gradient"], learned if layout == "tp=2" else learned[record["region"]], name)
 
 
-def test_vectors_of_heads_of_a_model_made_in_bf16_are_not_rounded() -> None:
+def test_per_head_vectors_of_a_model_created_in_bf16_are_not_rounded() -> None:
     full_state, model = (
         LanguageModel(RECURRENT).state_dict(),
         LanguageModel(RECURRENT, dtype=torch.bfloat16).state_dict(),

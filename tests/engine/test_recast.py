@@ -1,4 +1,4 @@
-"""Training under another pattern: the same curve to the bit, from the same weights and from the same checkpoint."""
+"""Training under another pattern: bit-identical curves from the same weights and the same checkpoint."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def batch(step: int) -> Batch:
 
 
 def curve(engine: Engine, steps: range, objective: Any = None) -> list[tuple[float, float]]:
-    """Loss and gradient norm of every step, on batches that come again."""
+    """Returns loss and gradient norm of every step, on repeating batches."""
     results = []
     for step in steps:
         loss = engine.forward_backward(batch(step % 4), objective or SFT()).loss
@@ -53,8 +53,8 @@ def curves(group: Any, sources: list[Any], steps: int) -> list[list[tuple[float,
 
 
 @pytest.mark.thorough
-def test_curves_of_100_steps_are_one_however_blocks_are_grouped(ranks: Any, tmp_path: Path) -> None:
-    """A transformer, and its checkpoint as a grouped hybrid and, by way of files, ungrouped."""
+def test_100_steps_are_identical_for_every_grouping_of_blocks(ranks: Any, tmp_path: Path) -> None:
+    """A transformer, and its checkpoint as a grouped hybrid and, through files, ungrouped."""
     llama = export_hf(load_model(LLAMA, seed=2), tmp_path / "llama")
     ungrouped = export_model(load_model(Recast(llama, "*-*-")), tmp_path / "ungrouped")
     sources = [llama, Recast(llama, "[*-]|[*-]"), ungrouped]
@@ -66,8 +66,10 @@ def test_curves_of_100_steps_are_one_however_blocks_are_grouped(ranks: Any, tmp_
     assert ungrouped_curve == grouped
 
 
-def go_on(group: Any, directory: str, checkpoint: str, pattern: str, layouts: tuple[str, str]) -> tuple[Any, ...]:
-    """Two steps, and two more: by the same engine, and by one of another pattern that loaded its checkpoint."""
+def continue_in_other_pattern(
+    group: Any, directory: str, checkpoint: str, pattern: str, layouts: tuple[str, str]
+) -> tuple[Any, ...]:
+    """Takes two steps, and two more: in the same engine, and in one of another pattern that loads its checkpoint."""
     first = build(layouts[0], Path(directory), optimizer=FAST)
     curve(first, range(2))
     first.save(checkpoint, extra={"epoch": 1})
@@ -99,7 +101,7 @@ def test_a_checkpoint_resumes_in_another_grouping_of_blocks(
 ) -> None:
     llama = export_hf(load_model(LLAMA, seed=2), tmp_path / "llama")
     arguments = (str(llama), str(tmp_path / "begun"), pattern, layouts)
-    for extra, step, fresh, expected, actual, scores in ranks(1 if exact else 2, go_on, *arguments):
+    for extra, step, fresh, expected, actual, scores in ranks(1 if exact else 2, continue_in_other_pattern, *arguments):
         assert (extra, step, fresh) == ({"epoch": 1}, 2, ())
         for expected_logprobs, logprobs in zip(*scores, strict=True):
             torch.testing.assert_close(
@@ -111,8 +113,8 @@ def test_a_checkpoint_resumes_in_another_grouping_of_blocks(
             torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
 
-def replaced(group: Any, directory: str, checkpoint: str, later: str) -> tuple[Any, ...]:
-    """A checkpoint into a pattern with another block and a depth; it goes on, is saved, and resumed."""
+def continue_with_new_block(group: Any, directory: str, checkpoint: str, later: str) -> tuple[Any, ...]:
+    """Loads a checkpoint into a pattern with another block and a depth; continues, saves and resumes."""
     first = build("", Path(directory), optimizer=FAST)
     curve(first, range(3))
     first.save(checkpoint)
@@ -136,10 +138,12 @@ def replaced(group: Any, directory: str, checkpoint: str, later: str) -> tuple[A
     return before, other_engine.new_tensors, old_weights, drawn, loaded, moments, state, curves, resumed_equal
 
 
-def test_new_tensors_start_without_moments_and_resume_as_uninterrupted(ranks: Any, tmp_path: Path) -> None:
+def test_new_tensors_start_without_moments_and_resume_exactly(ranks: Any, tmp_path: Path) -> None:
     llama = export_hf(load_model(LLAMA, seed=2), tmp_path / "llama")
     arguments = (str(llama), str(tmp_path / "begun"), str(tmp_path / "later"))
-    before, fresh, old_weights, drawn, loaded, moments, state, curves, resumed_equal = ranks(1, replaced, *arguments)[0]
+    before, fresh, old_weights, drawn, loaded, moments, state, curves, resumed_equal = ranks(
+        1, continue_with_new_block, *arguments
+    )[0]
     assert before == fresh
     assert {name.rpartition(".")[0].partition(".")[0] for name in fresh} == {"layers", "mtp"}
     for name in fresh:
@@ -189,15 +193,15 @@ def test_code_or_weights_that_cannot_be_loaded_are_refused(ranks: Any, tmp_path:
     assert "lacks 1 tensor(s) of this model and optimizer, such as model/norm.weight" in lacking
 
 
-def in_parts(group: Any, layout: str, source: Any) -> dict[str, Tensor]:
+def load_sharded(group: Any, layout: str, source: Any) -> dict[str, Tensor]:
     engine = build(layout, source, seed=3)
     return weights(engine)
 
 
 @pytest.mark.parametrize("layout", ["pp=2", "dp_shard=2,ep=2"])
-def test_ranks_load_their_parts_of_a_model_under_another_pattern(ranks: Any, tmp_path: Path, layout: str) -> None:
+def test_ranks_load_their_shards_of_a_model_under_another_pattern(ranks: Any, tmp_path: Path, layout: str) -> None:
     llama = export_hf(load_model(LLAMA, seed=2), tmp_path / "llama")
     source = Recast(llama, "[*E]*-/[*-]", {"E": MOE})
     expected = load_model(source, seed=3).state_dict()
-    for actual in ranks(2, in_parts, layout, source):
+    for actual in ranks(2, load_sharded, layout, source):
         assert bitwise_equal(actual, expected)

@@ -45,7 +45,7 @@ def config(pattern: str = "[*E][*-][*E]{2}/[*E]") -> ModelConfig:
 
 
 def batch() -> Batch:
-    """Every fifth token, and the second sequence, choose for themselves."""
+    """Every fifth token, and the second sequence, use the router's own choice."""
     routing = random_routing(3, sum(LENGTHS), experts=4)
     routing[::5] = -1
     by_sequence = list(routing.split(LENGTHS))
@@ -71,7 +71,7 @@ def expected(ranks: Any) -> dict[str, Any]:
     return ranks(1, learned, "", batch(), {})[0]
 
 
-def assert_one(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_identical(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     assert_equal(actual["loss"], expected["loss"], "loss")
     assert_equal(actual["logprobs"], expected["logprobs"], "log-probs")
     assert actual["gradients"].keys() == expected["gradients"].keys()
@@ -84,8 +84,8 @@ def assert_one(actual: dict[str, Any], expected: dict[str, Any]) -> None:
         assert torch.equal(bias, expected["biases"][name]), name
 
 
-def test_it_matters(ranks: Any, expected: dict[str, Any]) -> None:
-    """Without it losses, log-probs and gradients are others, and nothing is said of routing."""
+def test_replay_changes_the_results(ranks: Any, expected: dict[str, Any]) -> None:
+    """Without replay, losses, log-probs and gradients differ, and no routing metric is reported."""
     (plain,) = ranks(1, learned, "", Batch(sequences(*LENGTHS)), {})
     assert plain["changed"] is None
     assert 0.3 < expected["changed"] < 0.7  # by chance, two of four are the same half the time
@@ -111,34 +111,34 @@ FEW = [("pp=2,cp=2,ep=2", OVERLAPPED)]
 )
 def test_layout_equals_one_rank(ranks: Any, expected: dict[str, Any], layout: str, options: dict[str, Any]) -> None:
     for actual in ranks(LAYOUTS[layout], learned, layout, batch(), options):
-        assert_one(actual, expected)
+        assert_identical(actual, expected)
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.thorough)])
-def test_overlapped_equals_plain_to_the_bit(ranks: Any, expected: dict[str, Any], recompute: str) -> None:
+def test_overlapped_is_bit_identical_to_plain(ranks: Any, expected: dict[str, Any], recompute: str) -> None:
     (actual,) = ranks(1, learned, "", batch(), {"overlap": True, "recompute": recompute})
     assert torch.equal(actual["loss"], expected["loss"])
     assert all(torch.equal(actual["gradients"][name], gradient) for name, gradient in expected["gradients"].items())
 
 
-def changed(group: Any, layout: str, input_batch: Batch) -> float | None:
+def changed_fraction(group: Any, layout: str, input_batch: Batch) -> float | None:
     engine = build(layout, config("[*E]|[*E]{2}"))
     return engine.forward_backward(input_batch, SFT()).metrics.get("moe/routing_changed")
 
 
 @pytest.mark.parametrize("router", [0, 2])
-def test_metrics_of_one_stages_routers_are_reported(ranks: Any, router: int) -> None:
-    """Of a pipeline's first stage as of its last: the experts are given to one router alone, the others choose."""
+def test_metrics_of_a_single_stages_routers_are_reported(ranks: Any, router: int) -> None:
+    """For the first and the last pipeline stage: one router replays, the others choose."""
     routing = random_routing(3, sum(LENGTHS), experts=4)
     routing[:, [other_router for other_router in range(3) if other_router != router]] = -1
     input_batch = Batch(sequences(*LENGTHS), {"routing": list(routing.split(LENGTHS))})
-    (expected,) = ranks(1, changed, "", input_batch)
+    (expected,) = ranks(1, changed_fraction, "", input_batch)
     assert expected is not None
     assert 0.3 < expected < 0.7
-    assert ranks(2, changed, "pp=2", input_batch) == [expected, expected]
+    assert ranks(2, changed_fraction, "pp=2", input_batch) == [expected, expected]
 
 
-def complaints(group: Any, input_batch: Batch) -> str:
+def refusals(group: Any, input_batch: Batch) -> str:
     try:
         build("", config()).logprobs(input_batch)
     except ValueError as error:
@@ -146,7 +146,7 @@ def complaints(group: Any, input_batch: Batch) -> str:
     return ""
 
 
-def test_batches_that_no_router_understands_are_refused(ranks: Any) -> None:
+def test_batches_with_invalid_routing_are_refused(ranks: Any) -> None:
     def changed_batch(change: Any) -> Batch:
         return replace(batch(), columns={"routing": [change(experts) for experts in batch().columns["routing"]]})
 
@@ -160,4 +160,4 @@ def test_batches_that_no_router_understands_are_refused(ranks: Any) -> None:
         (lambda routing: routing[:-1], 'column "routing" has 24 values for sequence 3, which has 25 tokens'),
         (lambda routing: routing.float(), "torch.float32, but experts have numbers"),
     ):
-        assert message in ranks(1, complaints, changed_batch(change))[0]
+        assert message in ranks(1, refusals, changed_batch(change))[0]

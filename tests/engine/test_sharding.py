@@ -48,8 +48,10 @@ def sizes(engine: Engine) -> set[int]:
     return {local_shard(parameter).numel() for module in experts for parameter in module.parameters()}
 
 
-def moved(group: Any, layout: str, other: str, experts: int, directory: str) -> tuple[set[int], Any, Any, bool]:
-    """Elements held, the first weights, those after a step, and whether another layout has the same from disk."""
+def train_and_reload(
+    group: Any, layout: str, other: str, experts: int, directory: str
+) -> tuple[set[int], Any, Any, bool]:
+    """Returns elements held, weights before and after a step, and whether another layout loads the same from disk."""
     engine = build(layout, few(experts))
     first = weights(engine)
     train(engine, [1])
@@ -74,9 +76,9 @@ LAYOUTS = [
 def test_few_experts_are_spread_evenly_streamed_and_saved(
     ranks: Any, tmp_path: Any, layout: str, other: str, experts: int
 ) -> None:
-    ((sizes, first, _, _),) = ranks(1, moved, "", "", experts, str(tmp_path / "one"))
+    ((sizes, first, _, _),) = ranks(1, train_and_reload, "", "", experts, str(tmp_path / "one"))
     size = Layout.parse(layout).world_size
-    outputs = ranks(size, moved, layout, other, experts, str(tmp_path / "many"))
+    outputs = ranks(size, train_and_reload, layout, other, experts, str(tmp_path / "many"))
     for held_here, streamed, stepped, is_equal in outputs:
         assert held_here == {number // size for number in sizes}
         assert bitwise_equal(streamed, first)
@@ -85,14 +87,14 @@ def test_few_experts_are_spread_evenly_streamed_and_saved(
 
 
 @pytest.mark.parametrize(("layout", "other", "experts"), LAYOUTS)
-def test_few_experts_train_as_on_one_rank(ranks: Any, layout: str, other: str, experts: int) -> None:
+def test_few_experts_train_like_one_rank(ranks: Any, layout: str, other: str, experts: int) -> None:
     case = Case(few(experts), Layout.parse(layout), "grpo")
     report = ranks(case.layout.world_size, verify, case)[0]
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
 
 
 def exchanges(group: Any) -> dict[str, int]:
-    """All-to-alls of a forward and backward."""
+    """Returns the number of all-to-alls of a forward and backward."""
     counts, exchange = Counter[str](), dist.all_to_all_single
     for recompute in ("none", "selective", "full"):
         engine = build("dp_shard=2,ep=2", few(4), recompute=recompute)
@@ -111,8 +113,8 @@ def test_selective_recompute_repeats_no_exchange_and_full_repeats_them(ranks: An
 FEW = (20, 17, 6)
 
 
-def alone(group: Any, model: str, overlap: bool) -> dict[str, torch.Tensor]:
-    """The gradients of two batches, in bf16."""
+def gradients_of_two_batches(group: Any, model: str, overlap: bool) -> dict[str, torch.Tensor]:
+    """Returns the gradients of two batches, in bf16."""
     engine = build("", config(model, num_hidden_layers=1), compute_dtype=torch.bfloat16, overlap=overlap)
     stored = {name: (parameter, local_shard(parameter).clone()) for name, parameter in engine.parameters.items()}
     for seed in (1, 2):
@@ -132,7 +134,7 @@ def alone(group: Any, model: str, overlap: bool) -> dict[str, torch.Tensor]:
 )
 @pytest.mark.slow
 def test_one_rank_accumulates_gradients_in_fp32(ranks: Any, model: str, overlap: bool) -> None:
-    """What a model in bf16 gives for each microbatch, cast and added: to the bit, but for norms, which are not cast."""
+    """Equals casting and adding each microbatch's bf16 gradients bit for bit, except norms, which are not cast."""
     model_bf16 = LanguageModel(model_from_hf(config(model, num_hidden_layers=1))[1], dtype=torch.bfloat16)
     expected = {name: torch.zeros(parameter.shape) for name, parameter in model_bf16.named_parameters()}
     for seed in (1, 2):
@@ -147,7 +149,7 @@ def test_one_rank_accumulates_gradients_in_fp32(ranks: Any, model: str, overlap:
             ).backward()
             for name, parameter in model_bf16.named_parameters():
                 expected[name] += parameter.grad
-    (gradients,) = ranks(1, alone, model, overlap)
+    (gradients,) = ranks(1, gradients_of_two_batches, model, overlap)
     assert gradients.keys() == expected.keys()
     for name, total in expected.items():
         if total.ndim > 1:
@@ -156,8 +158,8 @@ def test_one_rank_accumulates_gradients_in_fp32(ranks: Any, model: str, overlap:
             assert_equal(gradients[name], total, name, 2.0**-8)
 
 
-def test_gate_and_up_of_experts_alternate_in_the_copies_of_one_rank() -> None:
-    """So that they are one product. The stored weights do not, and the copies follow them at every pass."""
+def test_gate_and_up_of_experts_are_interleaved_in_compute_copies() -> None:
+    """They then are one product. The stored weights are not interleaved, and the copies follow them at every pass."""
     model = small_model("[*E]")
     layers = [layer for name, layer in model.named_modules() if name.endswith(("gate_proj", "up_proj"))]
     sharding = Unsharded(model, torch.bfloat16)
@@ -173,8 +175,8 @@ def test_gate_and_up_of_experts_alternate_in_the_copies_of_one_rank() -> None:
         assert all(map(torch.equal, stored, (layer.weight for layer in layers)))
 
 
-def once_and_often(group: Any, layout: str, overlap: bool) -> tuple[Any, ...]:
-    """Losses, norms and weights of some steps, and how many sums a step makes: each microbatch's gradients, or once."""
+def reduce_once_and_per_microbatch(group: Any, layout: str, overlap: bool) -> tuple[Any, ...]:
+    """Returns losses, norms and weights, and the reductions per step: per microbatch, or once."""
     results = []
     for once in (False, True):
         engine = build(
@@ -194,7 +196,9 @@ def once_and_often(group: Any, layout: str, overlap: bool) -> tuple[Any, ...]:
     ("layout", "overlap"), [("dp_shard=2", True), pytest.param("dp_shard=2,ep=2", False, marks=pytest.mark.thorough)]
 )
 def test_gradients_reduced_once_equal_those_reduced_per_microbatch(ranks: Any, layout: str, overlap: bool) -> None:
-    for (numbers, moved, often), (numbers_once, moved_once, once) in ranks(2, once_and_often, layout, overlap):
+    for (numbers, moved, often), (numbers_once, moved_once, once) in ranks(
+        2, reduce_once_and_per_microbatch, layout, overlap
+    ):
         assert_equal(numbers_once, numbers, "losses and norm")
         for name, expected in moved.items():
             assert_equal(moved_once[name], expected, name)

@@ -25,16 +25,16 @@ from postlude.objectives import Loss
 from tests.engine.training import (
     BUDGET,
     DAMPED,
-    Plain,
+    PlainTrainer,
     batch,
     bitwise_equal,
     build,
     config,
     error_text,
+    infinite_gradient,
     optimizer_state,
     policy,
     train,
-    unlearnable,
     weights,
 )
 from tests.equality import assert_equal
@@ -50,7 +50,7 @@ SLOW = [
 
 
 def mark_of(layout: str, model: str) -> pytest.MarkDecorator:
-    """Thorough are more ranks, and layouts that the quick ones have with another model."""
+    """Thorough are more ranks, and layouts that the quick tests have with another model."""
     is_slow = Layout.parse(layout).world_size > 2 or (layout, model) in SLOW[:3]
     return pytest.mark.thorough if is_slow else pytest.mark.slow
 
@@ -92,7 +92,7 @@ def five_steps(group: Any, layout: str, hf: PretrainedConfig) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "model"), cases())
 def test_steps_equal_torchs_adamw_on_a_plain_model(ranks: Any, layout: str, model: str) -> None:
-    plain = Plain(SOURCES[model], DAMPED)
+    plain = PlainTrainer(SOURCES[model], DAMPED)
     # Up over two steps, then half a cosine from 1 down to 0.1 at step 20.
     factors = [0.5, 1.0, *(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 18)) for step in range(3))]
     losses = []
@@ -222,7 +222,7 @@ def skipping(group: Any, layout: str, hf: PretrainedConfig) -> tuple[Any, ...]:
     engine, other_engine = build(layout, hf), build(layout, hf)
     train(engine, [1])
     before = weights(engine), optimizer_state(engine)
-    engine.forward_backward(batch(2), unlearnable)
+    engine.forward_backward(batch(2), infinite_gradient)
     skipped = engine.optimizer_step()
     unchanged = bitwise_equal(weights(engine), before[0]) and bitwise_equal(optimizer_state(engine), before[1])
     losses = train(engine, [2, 3])
@@ -233,7 +233,7 @@ def skipping(group: Any, layout: str, hf: PretrainedConfig) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(("layout", "model"), [*cases(LAYOUTS[1:3], []), *thorough(LAYOUTS[0], LAYOUTS[3], *SLOW[4:])])
 @pytest.mark.slow
-def test_a_step_that_is_not_finite_is_skipped_by_all_and_changes_nothing(ranks: Any, layout: str, model: str) -> None:
+def test_non_finite_step_is_skipped_on_all_ranks_and_changes_nothing(ranks: Any, layout: str, model: str) -> None:
     for facts, unchanged, losses, expected, equal in run(ranks, layout, skipping, SOURCES[model]):
         assert facts == (True, False, 1, 1, 3)
         assert unchanged
@@ -270,7 +270,7 @@ def reference_run(group: Any, layout: str, hf: PretrainedConfig, offload: bool) 
 
 
 @pytest.mark.parametrize(("layout", "model"), [*cases(LAYOUTS[1:3], []), *thorough(LAYOUTS[4], SLOW[5])])
-def test_a_reference_keeps_its_weights_and_does_not_change_the_engines(ranks: Any, layout: str, model: str) -> None:
+def test_reference_keeps_its_weights_and_does_not_change_the_engine(ranks: Any, layout: str, model: str) -> None:
     for offload in (False, True):
         for actual in run(ranks, layout, reference_run, SOURCES[model], offload):
             assert actual == (True, True, True)
@@ -322,14 +322,14 @@ def test_an_objective_that_returns_no_loss_raises_and_leaves_the_engine_unchange
         assert all(unchanged)
 
 
-def learn_nothing(group: Any, layout: str) -> str:
+def train_on_zero_weights(group: Any, layout: str) -> str:
     input_batch = batch(1)
     nothing = Batch(input_batch.sequences, {**input_batch.columns, "mask": [0.0] * len(input_batch)})
     return error_text(lambda: build(layout, DENSE).forward_backward(nothing, policy))
 
 
-def test_a_batch_that_weighs_nothing_is_refused_in_a_sentence(ranks: Any) -> None:
-    for complaint in run(ranks, "dp_shard=2", learn_nothing):
+def test_batch_with_zero_weight_is_refused_with_clear_error(ranks: Any) -> None:
+    for complaint in run(ranks, "dp_shard=2", train_on_zero_weights):
         assert complaint == (
             'ValueError: a loss is a mean over "mask", whose weights sum to 0 in this batch. Skip a batch with nothing '
             "to learn, or name other weights."
@@ -341,18 +341,18 @@ def read(group: Any, layout: str, hf: PretrainedConfig) -> dict[str, list[Tensor
     logprobs, ids = engine.topk(input_batch, 4)
     cool = engine.logprobs(input_batch, entropy=True, temperature=0.7)
     assert cool.entropy is not None
-    actual = engine.evaluate_tokens(input_batch, own_values, shifted=False)
+    actual = engine.evaluate_tokens(input_batch, custom_values, shifted=False)
     return {"logprobs": logprobs, "ids": ids, "cool": cool.logprob, "entropy": cool.entropy, **actual}
 
 
-def own_values(inputs: OutputInputs) -> dict[str, Tensor]:
+def custom_values(inputs: OutputInputs) -> dict[str, Tensor]:
     """Outputs of a custom head: [T, 2], and integers [T]."""
     values = inputs.gather(inputs.hidden[:, :2].float())
     return {"own": values, "token": inputs.microbatch.tokens * 10}
 
 
 @pytest.mark.parametrize(("layout", "model"), cases(LAYOUTS[1:], [LAYOUTS[0], *SLOW[3:]]))
-def test_topk_logprobs_and_values_of_ones_own_equal_the_plain_models(ranks: Any, layout: str, model: str) -> None:
+def test_topk_logprobs_and_custom_values_equal_the_plain_model(ranks: Any, layout: str, model: str) -> None:
     input_batch = batch(4, (6, 1, 30, 11, 2))
     plain = load_model(SOURCES[model], dtype=torch.float32)
     microbatches = pack(input_batch.sequences, budget=BUDGET)
@@ -392,7 +392,7 @@ def recomputing(group: Any, layout: str, hf: PretrainedConfig) -> dict[str, Any]
         *thorough(*LAYOUTS[:4], ("tp=2,ep=2", "moe")),
     ],
 )
-def test_recomputing_changes_neither_loss_nor_gradients(ranks: Any, layout: str, model: str) -> None:
+def test_recompute_changes_neither_loss_nor_gradients(ranks: Any, layout: str, model: str) -> None:
     for actual in run(ranks, layout, recomputing, SOURCES[model]):
         loss, gradients = actual["none"]
         for recompute in ("selective", "full"):
@@ -449,7 +449,7 @@ def balancing(group: Any, layout: str, recompute: str, directory: str) -> tuple[
     ],
 )
 @pytest.mark.slow
-def test_selection_biases_move_by_the_load_of_all_ranks(ranks: Any, tmp_path: Any, layout: str, recompute: str) -> None:
+def test_selection_biases_follow_the_load_of_all_ranks(ranks: Any, tmp_path: Any, layout: str, recompute: str) -> None:
     ((expected, _),) = run(ranks, "", balancing, "none", str(tmp_path / "one"))
     assert any(bias.any() for bias in expected.values())
     for actual, is_equal in run(ranks, layout, balancing, recompute, str(tmp_path / "many")):
@@ -460,8 +460,8 @@ def test_selection_biases_move_by_the_load_of_all_ranks(ranks: Any, tmp_path: An
 BIASED = CONFIGS["glm4_moe"]()  # as DeepSeek-V3 and Nemotron-H choose experts, too
 
 
-def selecting(group: Any, directory: str) -> dict[str, Any]:
-    """What three steps without a learning rate make of the selection biases, by the rate; and what is exported."""
+def selection_bias_by_rate(group: Any, directory: str) -> dict[str, Any]:
+    """Returns the selection biases after three steps without a learning rate, by their rate; and the export."""
     actual: dict[str, Any] = {}
     for rate in (None, 0.0, 0.01):
         engine = build("", BIASED, selection_bias_rate=rate, optimizer=AdamW(lr=0.0))
@@ -483,7 +483,7 @@ def selecting(group: Any, directory: str) -> dict[str, Any]:
 
 
 def test_a_selection_bias_is_updated_by_its_own_rate_only(ranks: Any, tmp_path: Path) -> None:
-    (actual,) = ranks(1, selecting, str(tmp_path))
+    (actual,) = ranks(1, selection_bias_by_rate, str(tmp_path))
     for rate, far in ("None", 0.0), ("0.0", 0.0):
         assert set(actual[rate].values()) == {far}
     assert all(0.0 < moved < 0.0301 for moved in actual["0.01"].values())
@@ -503,7 +503,7 @@ def refused_topk(group: Any) -> list[str]:
     return [*messages, str(logprobs[0].shape[1])]
 
 
-def test_a_topk_of_no_tokens_or_too_many_is_refused(ranks: Any) -> None:
+def test_topk_of_0_or_above_the_vocabulary_is_refused(ranks: Any) -> None:
     (messages,) = ranks(1, refused_topk)
     for message, k in zip(messages, (0, -1), strict=False):
         assert message.startswith(f"ValueError: topk(k={k}): k counts tokens of the vocabulary; use 1 to ")

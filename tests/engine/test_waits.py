@@ -41,7 +41,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def columns(input_batch: Batch) -> Batch:
-    """With all that the objectives read; the first answers are not learned at all."""
+    """Columns that the objectives read; the first completions are not trained on."""
     lengths = [len(sequence) for sequence in input_batch.sequences]
     input_batch.columns["mask"][:2] = [torch.zeros(length) for length in lengths[:2]]
     extra: dict[str, Any] = {
@@ -55,7 +55,7 @@ def columns(input_batch: Batch) -> Batch:
 
 
 def source(model: str) -> Any:
-    """A built-in model, or one of the blocks that a pattern names."""
+    """Returns a built-in model, or one with the blocks of a pattern."""
     return config(model) if model.startswith("tiny") else small_config(model, vocab_size=256)
 
 
@@ -96,7 +96,7 @@ def waits(
     ],
 )
 @pytest.mark.slow
-def test_forward_and_backward_wait_for_nothing(ranks: Any, layout: str, model: str, recompute: str) -> None:
+def test_forward_and_backward_do_not_synchronise(ranks: Any, layout: str, model: str, recompute: str) -> None:
     for actual in ranks(Layout.parse(layout).world_size, waits, layout, model, recompute):
         assert actual.keys() - {"replayed"} == OBJECTIVES.keys()
         assert not any(actual.values()), actual
@@ -127,8 +127,8 @@ def synchronizing_files(action: Callable[[], Any]) -> collections.Counter[str]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", ["tiny-dense", "tiny-moe", "[M-]*"])
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_on_a_gpu_only_metrics_and_the_norm_are_waited_for(model: str, name: str) -> None:
-    """Forwards and backwards have none, and twice as long a batch, with twice the microbatches, has no more in all."""
+def test_only_metrics_and_the_norm_synchronise_on_a_gpu(model: str, name: str) -> None:
+    """Forwards and backwards never do, and a batch with twice the microbatches does not more often."""
     with started(device="cuda"):
         engine = Engine(source(model), budget=BUDGET, device="cuda")
         short, long = (columns(batch(0, lengths)) for lengths in (LENGTHS, LENGTHS + LENGTHS))
@@ -147,7 +147,7 @@ def test_on_a_gpu_only_metrics_and_the_norm_are_waited_for(model: str, name: str
 
 
 def strict(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A wait is an error here: in every forward and backward of a step."""
+    """Makes a wait raise in every forward and backward of a step."""
 
     def watched(*arguments: Any, **options: Any) -> Any:
         before = torch.cuda.get_sync_debug_mode()

@@ -1,4 +1,4 @@
-"""Weights streamed from any layout have transformers' names, order and bits; so do exports."""
+"""Weights streamed from any layout have transformers' names and order, bit-exactly; so do exports."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def label(layout: Layout) -> str:
 
 
 def unstacked(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """A transformers state dict as its files name it."""
+    """Returns a transformers state dict with the names in files."""
     for name, tensor in tensors.items():
         if name.endswith(".experts.gate_up_proj"):
             stem = name.removesuffix(".gate_up_proj")
@@ -59,7 +59,7 @@ def unstacked(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def transformers_tensors(hf: PretrainedConfig, directory: Path) -> dict[str, Tensor]:
-    """The model after one plain load, through transformers: its state dict, less a head that is the embedding."""
+    """Returns transformers' state dict of the loaded model, without a head that is tied to the embedding."""
     export_hf(load_model(hf), directory)
     state = dict(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict())
     if hf.tie_word_embeddings:
@@ -91,7 +91,7 @@ QUICK = [Layout.parse(text) for text in ("tp=2", "pp=2", "pp=2,vpp=2", "dp_shard
 
 
 def cases() -> list[Any]:
-    """Every layout, with the models that are hard for it."""
+    """Every layout, with the models that are difficult for it."""
     results = []
     for layout in GRID:
         names = ["moe"]
@@ -114,7 +114,7 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("layout", "model"), cases())
 @pytest.mark.slow
-def test_streamed_weights_are_transformers_own_to_the_bit(
+def test_streamed_weights_are_bit_identical_to_transformers(
     ranks: Any, expected: dict[str, dict[str, Tensor]], layout: Layout, model: str
 ) -> None:
     expected_tensors = expected[model]
@@ -148,7 +148,7 @@ def gradients_before_and_after(group: Any) -> tuple[dict[str, Tensor], bool]:
     return before, all(bool(tensor.any()) for tensor in after.values()) and list(before) == list(after)
 
 
-def test_gradients_are_zero_before_there_are_any(ranks: Any) -> None:
+def test_gradients_are_zero_before_the_first_backward(ranks: Any) -> None:
     for before, learning in ranks(2, gradients_before_and_after):
         assert learning
         assert not any(tensor.any() for tensor in before.values())
@@ -168,29 +168,29 @@ def stop_early(group: Any, taken_count: int) -> int:
 
 
 @pytest.mark.parametrize("taken_count", [0, 1, 5, 1000])
-def test_a_stream_that_the_first_rank_leaves_ends_everywhere(ranks: Any, taken_count: int) -> None:
+def test_stream_stopped_on_rank_0_ends_on_all_ranks(ranks: Any, taken_count: int) -> None:
     count = len(plan_tensors(model_from_hf(TIED)[1], model_from_hf(TIED)[0]))
     first, second = ranks(2, stop_early, taken_count)
     assert first == min(taken_count, count)
     assert first <= second < count if taken_count < 1000 else second == count
 
 
-def export_nowhere(group: Any, directory: str) -> tuple[str, str]:
+def export_to_unwritable_path(group: Any, directory: str) -> tuple[str, str]:
     engine = build("dp_shard=2", TIED)
     refused = error_text(lambda: engine.export_hf(directory))
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
-            patch.setattr("os.pwrite", full)
+            patch.setattr("os.pwrite", disk_full)
         return refused, error_text(lambda: engine.export_hf(directory, overwrite=True))
 
 
-def full(*_: object, **__: object) -> None:
+def disk_full(*_: object, **__: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_an_export_that_the_first_rank_cannot_write_fails_on_all(ranks: Any, tmp_path: Path) -> None:
+def test_export_that_rank_0_cannot_write_fails_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
     export_hf(load_model(TIED), tmp_path / "model")
-    for refused, failed in ranks(2, export_nowhere, str(tmp_path / "model")):
+    for refused, failed in ranks(2, export_to_unwritable_path, str(tmp_path / "model")):
         assert refused.startswith(f"FileExistsError: {tmp_path / 'model'} holds a model already (config.json);")
         assert failed.startswith("OSError: ")
         assert failed.endswith("model.safetensors could not be written: No space left on device (os error 28).")
@@ -206,7 +206,7 @@ def save_as_a_model(group: Any, layout: str, directory: str) -> tuple[dict[str, 
 
 @pytest.mark.parametrize("layout", ["dp_shard=2,ep=2"])
 @pytest.mark.slow
-def test_a_checkpoint_is_a_model_with_its_config_and_tokenizer(ranks: Any, tmp_path: Path, layout: str) -> None:
+def test_checkpoint_can_be_saved_as_a_model_with_config_and_tokenizer(ranks: Any, tmp_path: Path, layout: str) -> None:
     directory = tmp_path / "step-000001"
     (expected, reloaded_logprobs), *_ = ranks(2, save_as_a_model, layout, str(directory))
     assert reloaded_logprobs
@@ -264,7 +264,7 @@ def export_untied(group: Any, layout: str, directory: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["", "pp=2", pytest.param("dp_shard=2,tp=2", marks=pytest.mark.thorough)])
-def test_a_tied_head_can_be_written_as_one_of_its_own(ranks: Any, tmp_path: Path, layout: str) -> None:
+def test_tied_head_can_be_exported_as_a_separate_tensor(ranks: Any, tmp_path: Path, layout: str) -> None:
     ranks(Layout.parse(layout).world_size, export_untied, layout, str(tmp_path))
     tied, untied = (AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("tied", "untied"))
     assert (tied.config.tie_word_embeddings, untied.config.tie_word_embeddings) == (True, False)

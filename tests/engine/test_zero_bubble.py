@@ -1,4 +1,4 @@
-"""Zero-bubble schedules equal 1F1B to the bit, in every layout."""
+"""Zero-bubble schedules are bit-identical to 1F1B, in every layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from postlude.objectives import MTP, SFT
 from postlude.options import Overlap
 from postlude.pipeline.schedule import zero_bubble
 from postlude.trace.recorder import Recording
-from tests.engine.test_overlap import assert_one, config, gradients
+from tests.engine.test_overlap import assert_identical, config, gradients
 from tests.meshes import mesh
 from tests.model.small import sequences, small_config
 
@@ -22,7 +22,7 @@ LENGTHS = (20, 17, 3, 25, 6, 11, 9, 14, 2, 12, 19, 23)
 
 
 def with_and_without_zero_bubble(group: Any, layout: str, source: ModelConfig, options: dict[str, Any]) -> list[Any]:
-    """Losses, log-probs and metrics of two steps, the first one's gradients and the last one's weights."""
+    """Returns losses, log-probs and metrics of two steps, the first gradients and the last weights."""
     results = []
     overlap: Overlap
     for overlap in (False, "zero_bubble"):
@@ -46,7 +46,7 @@ def with_and_without_zero_bubble(group: Any, layout: str, source: ModelConfig, o
     return results
 
 
-def ran(group: Any, layout: str) -> tuple[str, int]:
+def executed_actions(group: Any, layout: str) -> tuple[str, int]:
     """Returns a rank's actions in order, and the number of microbatches."""
     engine = Engine(small_config("[*-]{4}"), budget=32, mesh=mesh(Layout.parse(layout)), overlap="zero_bubble")
     recording = Recording(engine.mesh.pp.rank, engine.device)
@@ -57,15 +57,15 @@ def ran(group: Any, layout: str) -> tuple[str, int]:
     return " ".join(name for name, _ in groupby(actions)), result.microbatches
 
 
-def test_ranks_run_the_very_turns_that_are_planned(ranks: Any) -> None:
-    for rank, (actions, microbatches) in enumerate(ranks(2, ran, "pp=2")):
+def test_ranks_run_the_planned_turns(ranks: Any) -> None:
+    for rank, (actions, microbatches) in enumerate(ranks(2, executed_actions, "pp=2")):
         assert microbatches > 2
         assert actions == " ".join(map(str, zero_bubble(pp=2, microbatches=microbatches, rank=rank)))
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_two_steps_in_packed_microbatches_of_unequal_length(ranks: Any, recompute: str) -> None:
-    assert_one(
+def test_zero_bubble_with_microbatches_of_unequal_length(ranks: Any, recompute: str) -> None:
+    assert_identical(
         ranks(
             2, with_and_without_zero_bubble, "pp=2", small_config("[*-][*-]", tied_head=True), {"recompute": recompute}
         )
@@ -89,11 +89,13 @@ def test_two_steps_in_packed_microbatches_of_unequal_length(ranks: Any, recomput
         (4, "pp=4", "[*-]{4}/[*-]", {"compute_dtype": torch.bfloat16}),
     ],
 )
-def test_every_layout(ranks: Any, size: int, layout: str, pattern: str, options: dict[str, Any]) -> None:
-    assert_one(ranks(size, with_and_without_zero_bubble, layout, config(pattern), options))
+def test_zero_bubble_in_every_layout(ranks: Any, size: int, layout: str, pattern: str, options: dict[str, Any]) -> None:
+    assert_identical(ranks(size, with_and_without_zero_bubble, layout, config(pattern), options))
 
 
 @pytest.mark.thorough
-def test_a_depth_that_is_repeated(ranks: Any) -> None:
-    """Its stage puts off nothing, and has Ws all the same."""
-    assert_one(ranks(2, with_and_without_zero_bubble, "pp=2", config("[*-][*E]/[*-]/[*-]", mtp_repeated=True), {}))
+def test_zero_bubble_with_a_repeated_mtp_depth(ranks: Any) -> None:
+    """Its stage defers no gradient, and still has W actions."""
+    assert_identical(
+        ranks(2, with_and_without_zero_bubble, "pp=2", config("[*-][*E]/[*-]/[*-]", mtp_repeated=True), {})
+    )

@@ -1,4 +1,4 @@
-"""Small models, batches and steps for the engine's tests. Weights start wide, so that outputs tell tokens apart."""
+"""Small models, batches and steps for the engine's tests. Weights are large, so that outputs depend on the tokens."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def batch(seed: int, lengths: Sequence[int] = LENGTHS, vocab_size: int = 256) ->
 
 
 def policy(inputs: OutputInputs) -> Loss:
-    """A weighted log-prob of tokens, and one of whole sequences."""
+    """A weighted log-prob of tokens, plus one of whole sequences."""
     microbatch = inputs.microbatch
     logprob = inputs.head.logprobs(inputs.hidden, microbatch.targets).logprob
     scores = microbatch.sequence_sum(logprob * microbatch.column("mask"))
@@ -61,15 +61,15 @@ def policy(inputs: OutputInputs) -> Loss:
     return tokens + 0.1 * Loss(-torch.nn.functional.logsigmoid(0.1 * scores), over="sequences")
 
 
-def unlearnable(inputs: OutputInputs) -> Loss:
-    """One token of the whole batch has an infinite gradient."""
+def infinite_gradient(inputs: OutputInputs) -> Loss:
+    """One token of the batch has an infinite gradient."""
     logprob = inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob
     spoilt = (inputs.microbatch.batch_indices == 7) * torch.tensor(1e38) * 1e38
     return Loss(logprob * torch.where(spoilt > 0, spoilt, 1.0))
 
 
 def train(engine: Engine, seeds: Sequence[int], objective: Objective = policy) -> list[float]:
-    """One step a seed. The losses."""
+    """Runs one step per seed. Returns the losses."""
     losses = []
     for seed in seeds:
         losses.append(engine.forward_backward(batch(seed), objective).loss)
@@ -90,12 +90,12 @@ def optimizer_state(engine: Engine) -> dict[str, Tensor]:
 
 
 def bitwise_equal(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
-    """Whether the tensors are equal to the bit, and in the same order."""
+    """Returns whether the tensors are bit-identical and in the same order."""
     return list(first) == list(second) and all(torch.equal(first[name], second[name]) for name in first)
 
 
-class Plain:
-    """The reference of the engine: a whole model, each microbatch in turn, torch's own optimizer and clipping."""
+class PlainTrainer:
+    """The engine's reference: a full model, each microbatch in turn, torch's optimizer and clipping."""
 
     def __init__(self, hf: PretrainedConfig, optimizer: AdamW = ADAMW, seed: int = 0, value_head: bool = False) -> None:
         self.family, model = model_from_hf(hf)
@@ -140,7 +140,7 @@ class Plain:
 
 
 def error_text(action: Callable[[], Any]) -> str:
-    """Returns the type and message of the error that an action raises, or "nothing"."""
+    """Returns type and message of the error that an action raises, or "nothing"."""
     try:
         action()
     except Exception as error:

@@ -31,7 +31,7 @@ FILES = {  # an event of Python's audit, and the end of the path it is about
 
 
 class Killing:
-    """GRPO with a penalty, and with an order in `directory`."""
+    """GRPO with a penalty that kills its run as the order file in `directory` says."""
 
     def __init__(self, directory: str) -> None:
         self.directory = Path(directory)

@@ -1,4 +1,4 @@
-"""An objective with a fault: the policy loss counts for another factor on every rank but the first."""
+"""A faulty objective: the policy loss is scaled by another factor on every rank but the first."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def rows(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_call_is_the_command_and_its_result_is_typed(tmp_path: Path, rows: Path) -> None:
+def test_call_equals_the_command_and_returns_a_typed_result(tmp_path: Path, rows: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("data: {path: rows.jsonl}\noptimizer: {lr: 1e-3, betas: [0.9, 0.95]}\n")
     result = sft(file, run=tmp_path / "call", optimizer={"lr": 2e-3}, held_out={"rows": 2}, **SMALL)
@@ -48,7 +48,7 @@ def test_a_call_is_the_command_and_its_result_is_typed(tmp_path: Path, rows: Pat
     assert losses[0] == losses[1]
 
 
-def test_mistakes_are_raised_and_nothing_is_touched(tmp_path: Path, rows: Path) -> None:
+def test_user_errors_are_raised_before_anything_is_written(tmp_path: Path, rows: Path) -> None:
     run = tmp_path / "run"
     with pytest.raises(
         ConfigError, match=r'config key "optimzer.lr" is unknown in the call; did you mean "optimizer.lr"'
@@ -97,7 +97,7 @@ def test_functions_and_classes_from_python_are_named_by_their_file() -> None:
             RECIPES["grpo"].read(None, (), [{"environment": {"kind": "dataset", "path": "x", "reward": code}}])
 
 
-def test_a_recipe_stays_a_function_when_its_file_is_imported() -> None:
+def test_importing_a_recipe_module_does_not_shadow_its_function() -> None:
     for name in ("sft", "dpo", "grpo", "distill"):
         module = importlib.import_module(f"postlude.recipes.{name}")
         assert hasattr(module, "checks")

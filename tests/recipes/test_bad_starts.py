@@ -1,4 +1,4 @@
-"""Bad inputs and starts: exit code 2, one sentence with the value, the limit and the mend, nothing touched or left.
+"""Invalid inputs and starts: exit code 2 and one error line with value, limit and fix; nothing is written.
 
 A row is one mistake. Where it has a mend, the corrected command then works in the same directory.
 """
@@ -53,7 +53,7 @@ def reward(text: str) -> None:
 
 
 def model(change: Callable[[Path], Any]) -> Callable[[], None]:
-    """A copy of the model in `model/`, with something done to it."""
+    """Copies the model in `model/` and changes it."""
 
     def arrange() -> None:
         change(Path("model"))
@@ -93,8 +93,8 @@ def resized(folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Bad:
-    """One mistake: what is arranged in an empty folder, the command, what its sentence says, and the command mended."""
+class InvalidStart:
+    """One user error: the setup in an empty folder, the command, its error text, and the corrected command."""
 
     name: str
     command: tuple[str, ...]
@@ -106,12 +106,12 @@ class Bad:
     """The corrected command."""
 
 
-def sft(name: str, *settings: str, sentences: tuple[str, ...], **options: Any) -> Bad:
-    return Bad(name, (*SFT, *settings), sentences, **options)
+def sft(name: str, *settings: str, sentences: tuple[str, ...], **options: Any) -> InvalidStart:
+    return InvalidStart(name, (*SFT, *settings), sentences, **options)
 
 
-def grpo(name: str, *settings: str, sentences: tuple[str, ...], **options: Any) -> Bad:
-    return Bad(name, (*GRPO, *settings), sentences, **options)
+def grpo(name: str, *settings: str, sentences: tuple[str, ...], **options: Any) -> InvalidStart:
+    return InvalidStart(name, (*GRPO, *settings), sentences, **options)
 
 
 def good_rows() -> None:
@@ -249,7 +249,7 @@ BAD = [
         "--held_out.rows=4",
         sentences=("4 rows are to be held out", "Lower held_out.rows"),
     ),
-    Bad(
+    InvalidStart(
         "a pair without a prompt",
         DPO,
         (r"line 1 of pairs\.jsonl has no prompt", "Give one"),
@@ -343,12 +343,12 @@ BAD = [
         "--evaluation.tasks=3",
         sentences=("3 tasks are to be held out", "Lower evaluation.tasks"),
     ),
-    Bad(
+    InvalidStart(
         "no such reasoning-gym task",
         ("eval", "--environment.task=chain_sums", "--budget=256", "--sampling.max_new_tokens=4"),
         ('no task "chain_sums"', "did you mean chain_sum"),
     ),
-    Bad(
+    InvalidStart(
         "no such setting of a task",
         ("eval", "--environment.settings.min_term=2", "--budget=256", "--sampling.max_new_tokens=4"),
         ('no setting "min_term"', 'did you mean "min_terms"'),
@@ -405,8 +405,8 @@ BAD = [
         arrange=lambda: (Path("adapter").mkdir(), Path("adapter/adapter_config.json").write_text("{}")),
     ),
     sft("a key that is none", "--optimzer.lr=1", sentences=("optimzer.lr", 'did you mean "optimizer.lr"')),
-    Bad("no such config", ("sft", "none.yaml"), (r"none\.yaml",)),
-    Bad(
+    InvalidStart("no such config", ("sft", "none.yaml"), (r"none\.yaml",)),
+    InvalidStart(
         "a broken config",
         ("sft", "broken.yaml"),
         (r"broken\.yaml line 3 is not YAML",),
@@ -419,13 +419,13 @@ BAD = [
         arrange=lambda: Path("run").write_text("mine"),
         mended=(*SFT, "--run=other"),
     ),
-    Bad(
+    InvalidStart(
         "another model in the way of an export",
         ("convert", "tiny-moe", "model"),
         ("model", "holds"),
         mended=("convert", "tiny-moe", "other"),
     ),
-    Bad("no run to report", ("report", "nowhere"), ("nowhere", r"no metrics\.jsonl")),
+    InvalidStart("no run to report", ("report", "nowhere"), ("nowhere", r"no metrics\.jsonl")),
 ]
 
 
@@ -434,8 +434,8 @@ def tree(folder: Path) -> dict[str, bytes | None]:
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which nothing is wrong."""
+def valid_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which everything is valid."""
     folder = tmp_path_factory.mktemp("good")
     assert main(["convert", "tiny-dense", str(folder / "model")]) == 0
     for name, rows in {
@@ -452,9 +452,9 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def directory(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(valid_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "here"
-    shutil.copytree(good, folder)
+    shutil.copytree(valid_folder, folder)
     monkeypatch.chdir(folder)
     return folder
 
@@ -468,10 +468,10 @@ def run(command: tuple[str, ...]) -> int:
         return int(left.code or 0)
 
 
-def refused(
+def assert_refused(
     command: tuple[str, ...], sentences: tuple[str, ...], capsys: pytest.CaptureFixture[str], code: int = 2
 ) -> None:
-    """The command leaves with this code and one sentence that says all this, and everything is as it was."""
+    """Asserts exit code and one error line with all texts, and that no file changed."""
     before = tree(Path())
     capsys.readouterr()
     assert run(command) == code
@@ -486,68 +486,68 @@ def refused(
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
 @pytest.mark.slow
-def test_a_mistake_is_a_sentence_and_leaves_nothing(
-    bad: Bad, directory: Path, capsys: pytest.CaptureFixture[str]
+def test_invalid_start_gives_one_line_error_and_writes_nothing(
+    bad: InvalidStart, directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad.arrange()
-    refused(bad.command, bad.sentences, capsys)
+    assert_refused(bad.command, bad.sentences, capsys)
     if bad.mended is not None:
         if bad.mend is not None:
             bad.mend()
         assert run(bad.mended) == 0
 
 
-def test_no_gpu_where_one_is_asked_for(directory: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_is_refused(directory: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    refused((*SFT, "--device=cuda"), ("cuda", "no GPU", "--device cpu"), capsys)
+    assert_refused((*SFT, "--device=cuda"), ("cuda", "no GPU", "--device cpu"), capsys)
     assert run((*SFT, "--device=cpu")) == 0
 
 
-def test_a_directory_that_cannot_be_written_to(directory: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_run_directory_is_refused(directory: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
-    refused(SFT, ("run", "cannot be written to", "--run"), capsys)
+    assert_refused(SFT, ("run", "cannot be written to", "--run"), capsys)
 
 
-def test_a_disk_that_is_full(directory: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_refused(directory: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(directory)._replace(free=1 << 20)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    refused(SFT, (r"checkpoint takes about \d", r"1\.0 MiB left", "Make room"), capsys)
+    assert_refused(SFT, (r"checkpoint takes about \d", r"1\.0 MiB left", "Make room"), capsys)
 
 
-def test_a_run_that_another_process_holds(directory: Path, capsys: Any) -> None:
+def test_run_directory_in_use_by_another_process_is_refused(directory: Path, capsys: Any) -> None:
     (directory / "run").mkdir()
     lock = RunLock(directory / "run")
-    refused(SFT, ("in use by", "--run"), capsys)
+    assert_refused(SFT, ("in use by", "--run"), capsys)
     lock.release()
     assert run(SFT) == 0
 
 
-def test_a_run_of_another_model_or_optimizer(directory: Path, capsys: Any) -> None:
+def test_run_of_another_model_or_optimizer_is_refused(directory: Path, capsys: Any) -> None:
     assert run(SFT) == 0
-    refused((*SFT, "--model=tiny-moe"), ("another run", "model", "tiny-dense", "tiny-moe", "--run"), capsys)
-    refused((*SFT, "--optimizer=sgd"), ("another run", "optimizer", "--run"), capsys)
-    refused((*SFT, "--seed=3"), ("another run", "seed is 0 there and 3 here", "--run"), capsys)
+    assert_refused((*SFT, "--model=tiny-moe"), ("another run", "model", "tiny-dense", "tiny-moe", "--run"), capsys)
+    assert_refused((*SFT, "--optimizer=sgd"), ("another run", "optimizer", "--run"), capsys)
+    assert_refused((*SFT, "--seed=3"), ("another run", "seed is 0 there and 3 here", "--run"), capsys)
     (directory / "run" / "config.yaml").write_text("model: [\n")
-    refused(SFT, (r"config\.yaml cannot be read", "--run"), capsys)
+    assert_refused(SFT, (r"config\.yaml cannot be read", "--run"), capsys)
     assert run((*SFT, "--run=other")) == 0
 
 
-def test_weights_that_are_not_finite(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_non_finite_weights_are_refused(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     not_finite(directory / "model")
     assert run((*SFT, "--model=model")) == 2
     assert "the weights of model are not finite: their norm is nan. Fetch or export" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_checkpoints_that_are_not_there_or_not_whole(
+def test_missing_or_incomplete_checkpoints_are_refused(
     directory: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     two = (*SFT, "--steps=2", "--save_every=1", "--keep_checkpoints=2")
     assert run(two) == 0
     three_steps = (*two, "--steps=3")
-    refused((*three_steps, "--from=run/step-9"), ("step-000009", "has step-000001, step-000002"), capsys)
-    refused((*three_steps, "--resume-from=ten"), ("'ten' names no step", "step-100"), capsys)
+    assert_refused((*three_steps, "--from=run/step-9"), ("step-000009", "has step-000001, step-000002"), capsys)
+    assert_refused((*three_steps, "--resume-from=ten"), ("'ten' names no step", "step-100"), capsys)
     checkpoint_files = tree(directory / "run" / "checkpoints" / "step-000002")
     damage(directory / "run" / "checkpoints" / "step-000002")
     assert run(three_steps) == 0

@@ -1,4 +1,4 @@
-"""A GRPO run with `rollout.batch_invariant`: trainer and generator agree to the bit, so rollout_kl is exactly 0."""
+"""GRPO with `rollout.batch_invariant`: trainer and generator agree bit for bit, so rollout_kl is exactly 0."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mismatch(directory: Path, model: Path, device: str, *overrides: str) -> list[dict[str, Any]]:
-    """The metrics of a run's steps."""
+    """Returns the metrics of a run's steps."""
     config = config_of(directory, "--model", str(model), "--dtype", "bfloat16", *overrides)
     with started(device=device):
         run(config, device)
@@ -95,7 +95,7 @@ def test_rollout_kl_is_exactly_zero_with_sharded_weights(ranks: Ranks, tmp_path:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_without_the_mode_bfloat16_differs(tmp_path: Path, one_layer: Path, device: str) -> None:
+def test_bfloat16_differs_without_batch_invariant(tmp_path: Path, one_layer: Path, device: str) -> None:
     steps = mismatch(tmp_path, one_layer, device, "--rollout.batch_invariant", "false")
     assert all(step["rollout_kl"] > 0.0 for step in steps)
 
@@ -109,7 +109,9 @@ def test_without_the_mode_bfloat16_differs(tmp_path: Path, one_layer: Path, devi
         (("--lora.rank", "4"), "batch_invariant is not possible with lora=LoRA(rank=4"),
     ],
 )
-def test_preflight_refuses_what_depends_on_the_batch(tmp_path: Path, overrides: tuple[str, ...], reason: str) -> None:
+def test_preflight_refuses_options_that_depend_on_the_batch(
+    tmp_path: Path, overrides: tuple[str, ...], reason: str
+) -> None:
     config = config_of(tmp_path, *overrides)
     ranks = config.layout.world_size
     with pytest.raises(PreflightError, match="batch_invariant") as raised:
@@ -117,7 +119,7 @@ def test_preflight_refuses_what_depends_on_the_batch(tmp_path: Path, overrides: 
     assert reason in str(raised.value)
 
 
-def test_an_evaluation_has_the_mode(tmp_path: Path) -> None:
+def test_evaluation_supports_batch_invariant(tmp_path: Path) -> None:
     config_of(tmp_path)
     (tmp_path / "eval.yaml").write_text(
         "model: tiny-dense\nbudget: 256\nenvironment: {kind: dataset, path: sums.jsonl, reward: exact, workers: 0}\n"
@@ -130,6 +132,6 @@ def test_an_evaluation_has_the_mode(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["vllm", "generators"])
-def test_servers_do_not_have_the_mode(tmp_path: Path, kind: str) -> None:
+def test_servers_refuse_batch_invariant(tmp_path: Path, kind: str) -> None:
     with pytest.raises(ConfigError, match="batch_invariant"):
         config_of(tmp_path, "--rollout.kind", kind)

@@ -1,4 +1,4 @@
-"""The config loader: what it writes it reads back, the later word wins, and every mistake is one sentence."""
+"""The config loader: written configs are read back, later values win, and every mistake gives one clear error."""
 
 # ruff: noqa: E501 - sentences stand whole, as a user sees them
 
@@ -189,7 +189,7 @@ def test_a_written_config_is_read_back(run: Run) -> None:
 @pytest.mark.slow
 @settings(max_examples=25)
 @given(runs)
-def test_other_readers_of_yaml_agree_on_what_is_written(run: Run) -> None:
+def test_other_yaml_parsers_read_written_configs_equally(run: Run) -> None:
     read = yaml.safe_load(to_yaml(run))
     for field in ("seed", "model", "name", "resume", "dtype", "world", "tags", "mixture"):
         assert read[field] == getattr(run, field)
@@ -199,7 +199,7 @@ def test_other_readers_of_yaml_agree_on_what_is_written(run: Run) -> None:
 @given(
     runs, st.lists(st.tuples(st.sampled_from(["steps", "name", "objective.entropy", "layout.tp"]), st.integers(1, 9)))
 )
-def test_overrides_beat_the_file_and_the_last_one_the_others(run: Run, later: list[tuple[str, int]]) -> None:
+def test_overrides_beat_the_file_and_the_last_override_wins(run: Run, later: list[tuple[str, int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         actual = load(Run, written(to_yaml(run), Path(folder)), [f"--{key}={value}" for key, value in later])
     last = dict(later)
@@ -215,7 +215,7 @@ def test_overrides_beat_the_file_and_the_last_one_the_others(run: Run, later: li
 # what may be written
 
 
-def test_without_a_file_it_is_the_defaults() -> None:
+def test_config_without_a_file_has_the_defaults() -> None:
     assert load(Run, None, GIVEN) == DEFAULT
 
 
@@ -252,7 +252,7 @@ def test_without_a_file_it_is_the_defaults() -> None:
         ("# nothing", {}),
     ],
 )  # fmt: skip
-def test_the_file_is_read_by_the_types_of_the_fields(text: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_file_values_are_parsed_by_field_type(text: str, changes: dict[str, Any], tmp_path: Path) -> None:
     assert load(Run, written(text, tmp_path), GIVEN) == changed(DEFAULT, **changes)
 
 
@@ -283,12 +283,12 @@ def test_the_file_is_read_by_the_types_of_the_fields(text: str, changes: dict[st
         ("", "--environment.settings.a|2", {"environment": ReasoningGym(task="sums", settings={"a": 2})}),
     ],
 )
-def test_the_command_line_is_set_over_the_file(text: str, overrides: str, changes: Any, tmp_path: Path) -> None:
+def test_command_line_overrides_the_file(text: str, overrides: str, changes: Any, tmp_path: Path) -> None:
     actual = load(Run, written(text, tmp_path), [*GIVEN, *overrides.split("|")])
     assert actual == changed(DEFAULT, **changes)
 
 
-def test_a_section_without_a_default_is_built_of_its_own() -> None:
+def test_section_without_a_default_is_built_from_its_keys() -> None:
     assert load(Small, None, ["--evaluation.every=3"]) == Small(evaluation=Evaluation(every=3))
 
 
@@ -341,7 +341,7 @@ MODEL = "model: tiny\nenvironment: {kind: jsonl, path: a}\n"  # two lines; the t
         ("extra: \x00", "FILE is not YAML: unacceptable character #x0000: special characters are not allowed in \"<unicode string>\", position 55."),
     ],
 )  # fmt: skip
-def test_a_mistake_in_the_file_is_a_sentence(text: str, sentence: str, tmp_path: Path) -> None:
+def test_invalid_file_gives_clear_error(text: str, sentence: str, tmp_path: Path) -> None:
     file = written(f"{MODEL}{text}\n", tmp_path)
     with pytest.raises(ConfigError) as error:
         load(Run, file)
@@ -370,14 +370,14 @@ def test_a_mistake_in_the_file_is_a_sentence(text: str, sentence: str, tmp_path:
         ("--layout.vpp|2", 'config key "layout" on the command line: Layout(pp=1, vpp=2): virtual stages interleave pipeline ranks, so they need pp of at least 2. Use vpp=1, or raise pp.'),
     ],
 )  # fmt: skip
-def test_a_mistake_on_the_command_line_is_a_sentence(overrides: str, sentence: str, tmp_path: Path) -> None:
+def test_invalid_command_line_gives_clear_error(overrides: str, sentence: str, tmp_path: Path) -> None:
     file = written(MODEL, tmp_path)
     with pytest.raises(ConfigError) as error:
         load(Run, file, overrides.split("|"))
     assert str(error.value).replace(str(file), "FILE") == sentence
 
 
-def test_a_missing_key_is_named(tmp_path: Path) -> None:
+def test_error_names_a_missing_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         load(Run)
     assert str(error.value) == 'config key "model" is missing; give text as --model.'
@@ -391,7 +391,7 @@ def test_a_missing_key_is_named(tmp_path: Path) -> None:
         load(Small)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_error_names_a_missing_file(tmp_path: Path) -> None:
     written("", tmp_path)
     with pytest.raises(ConfigError) as error:
         load(Run, tmp_path / "grop.yaml")
@@ -402,7 +402,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         load(Run, tmp_path / "other.yaml")
 
 
-def test_a_file_that_is_no_config_is_named(tmp_path: Path) -> None:
+def test_error_names_a_file_that_is_not_a_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"grpo.yaml line 2 is not a config; write lines of `key: value`\.$"):
         load(Run, written("# list\n- a", tmp_path))
     (tmp_path / "latin.yaml").write_bytes(b"name: \xe9")
@@ -424,9 +424,9 @@ def test_every_field_of_these_configs_has_help() -> None:
     assert [path for path in undocumented(Run) if not path.startswith(foreign)] == []
 
 
-def test_a_field_without_help_is_named() -> None:
+def test_error_names_a_field_without_help() -> None:
     class Local(Settings):
-        """The string under a class's name is not that of a field."""
+        """A string under a class's name is not the help of a field."""
 
         documented: int = 0
         """It has one."""
@@ -465,13 +465,13 @@ def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("part", [AdamW, SGD, Layout, PolicyGradient, Preference, SFT, Distill])
-def test_every_value_of_the_library_can_be_a_section(part: Any, tmp_path: Path) -> None:
+def test_every_library_dataclass_can_be_a_section(part: Any, tmp_path: Path) -> None:
     Config = create_model("Config", __base__=Settings, part=(part, part()))
     assert describe(Config)
     assert load(Config, written(to_yaml(Config()), tmp_path)) == Config()
 
 
-def test_sections_without_names_are_refused() -> None:
+def test_union_sections_without_a_tag_are_refused() -> None:
     class Untagged(Settings):
         value: AdamW | SGD = AdamW()
 

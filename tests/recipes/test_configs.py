@@ -1,4 +1,4 @@
-"""The configs that come with the repository are read, and the small ones do what they say."""
+"""The repository's configs are valid, and the small ones run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def command_of(file: Path) -> str:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_config_is_read(file: Path) -> None:
+def test_config_is_valid(file: Path) -> None:
     load(RECIPES[command_of(file)].config, file)
 
 
@@ -42,7 +42,7 @@ def test_the_default_learning_rate_fits_the_recipe(command: str, lr: float) -> N
 
 
 def required_by_kinds() -> list[tuple[str, str, str, str]]:
-    """(recipe, section, kind, key) of every key that must be given once its section is of that kind."""
+    """Returns (recipe, section, kind, key) of every key that its section's kind requires."""
     required = []
     for recipe in RECIPES:
         for option in options(RECIPES[recipe].config):
@@ -54,7 +54,7 @@ def required_by_kinds() -> list[tuple[str, str, str, str]]:
 
 
 @pytest.mark.parametrize(("recipe", "section", "kind", "key"), required_by_kinds())
-def test_a_key_that_a_kind_requires_is_named_where_it_is_missing(
+def test_error_names_a_missing_key_of_a_section_kind(
     recipe: str, section: str, kind: str, key: str, tmp_path: Path
 ) -> None:
     values = {"max_turns": "2", "tools": "[a.py:b]"}
@@ -111,7 +111,7 @@ def at(config: Any, key: str) -> str:
 
 
 @pytest.mark.parametrize(("recipe", "text", "key", "name"), PLACES)
-def test_a_path_in_a_config_leads_beside_it_first(
+def test_paths_in_a_config_are_relative_to_it_first(
     recipe: str,
     text: str,
     key: str,
@@ -145,13 +145,13 @@ def test_a_path_in_a_config_leads_beside_it_first(
         assert read(f"--{key}={name}") == name, "one of the command line is of the working directory"
 
 
-def test_a_built_in_model_is_not_looked_for_beside_the_config(tmp_path: Path) -> None:
+def test_built_in_model_is_not_searched_next_to_the_config(tmp_path: Path) -> None:
     (tmp_path / "tiny-moe").mkdir()
     (tmp_path / "config.yaml").write_text("model: tiny-moe")
     assert RECIPES["eval"].read(tmp_path / "config.yaml").model == "tiny-moe"
 
 
-def test_a_run_is_named_after_its_config_or_its_recipe_and_model(tmp_path: Path) -> None:
+def test_run_name_comes_from_its_config_or_its_recipe_and_model(tmp_path: Path) -> None:
     file = tmp_path / "sums.yaml"
     file.write_text("model: tiny-moe")
 
@@ -167,7 +167,7 @@ def test_a_run_is_named_after_its_config_or_its_recipe_and_model(tmp_path: Path)
     assert run("grpo", file, "--run=mine") == "mine"
 
 
-def test_a_schedule_is_over_all_optimizer_steps_unless_it_says_otherwise() -> None:
+def test_schedule_covers_all_optimizer_steps_by_default() -> None:
     grpo, decay = RECIPES["grpo"], ("--steps=10", "--minibatches=4", "--optimizer.schedule.shape=linear")
     warm = ("--warm_start.steps=7", "--warm_start.optimizer.schedule.shape=cosine")
     assert [optimizer.schedule.steps for optimizer in grpo.read(None, [*decay, *warm]).optimizers] == [7, 40]
@@ -183,7 +183,7 @@ def test_a_schedule_is_over_all_optimizer_steps_unless_it_says_otherwise() -> No
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_an_editor_finds_no_mistake_in_a_config(file: Path) -> None:
+def test_config_passes_the_json_schema(file: Path) -> None:
     schema = file_schema(RECIPES[command_of(file)].config)
     Draft202012Validator.check_schema(schema)
     Draft202012Validator(schema).validate(Loader(file.read_text()).get_single_data())
@@ -207,12 +207,12 @@ def test_an_editor_finds_no_mistake_in_a_config(file: Path) -> None:
         ({"objective": "mine.py:loss"}, None),
     ],
 )
-def test_an_editor_finds_the_mistakes_that_the_command_finds(change: dict[str, Any], location: str | None) -> None:
+def test_json_schema_rejects_what_the_command_rejects(change: dict[str, Any], location: str | None) -> None:
     errors = list(Draft202012Validator(file_schema(RECIPES["grpo"].config)).iter_errors(change))
     assert [".".join(map(str, error.path)) for error in errors] == ([] if location is None else [location])
 
 
-def test_the_schema_describes_every_option() -> None:
+def test_json_schema_describes_every_option() -> None:
     schema = file_schema(RECIPES["grpo"].config)
     assert schema["properties"]["steps"] == {
         "description": "Number of steps with rollouts, after those of the warm start.",
@@ -224,8 +224,8 @@ def test_the_schema_describes_every_option() -> None:
     assert schema["properties"]["environment"]["default"]["kind"] == "reasoning_gym"
 
 
-def all_small(group: Any, directory: str) -> dict[str, list[dict[str, Any]]]:
-    """The tiny configs one after another, cut short; each may build on the ones before."""
+def small_config_runs(group: Any, directory: str) -> dict[str, list[dict[str, Any]]]:
+    """Runs the tiny configs one after another with few steps; each may use the results of earlier ones."""
     rows_by_config = {}
     for name, sizes in (
         ("demo", ("--warm_start.steps=3", "--steps=2", "--prompts_per_step=8", "--evaluation.tasks=8")),
@@ -245,7 +245,7 @@ def all_small(group: Any, directory: str) -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.slow
 def test_small_configs_run_and_train(ranks: Ranks, tmp_path: Path) -> None:
-    (rows_by_config,) = ranks(1, all_small, str(tmp_path))
+    (rows_by_config,) = ranks(1, small_config_runs, str(tmp_path))
     assert rows_by_config["demo"][-1]["phase"] == "grpo"
     assert rows_by_config["lora"][-1]["step"] == 2
     assert (tmp_path / "lora" / "adapter" / "adapter_model.safetensors").is_file()

@@ -1,4 +1,4 @@
-"""A config file that builds on another: its keys win, paths are relative to their own file, mistakes are named."""
+"""Config files that extend another: their keys win, paths are relative to their own file, errors name the file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_keys_are_merged_one_by_one_and_the_nearest_file_wins(tmp_path: Path) -> None:
+def test_keys_are_merged_and_the_nearest_file_wins(tmp_path: Path) -> None:
     write(
         tmp_path / "base.yaml", "seed: 1\nbudget: 2048\noptimizer: {lr: 1e-3, betas: [0.8, 0.9], schedule: {warmup: 5}}"
     )
@@ -36,7 +36,7 @@ def test_keys_are_merged_one_by_one_and_the_nearest_file_wins(tmp_path: Path) ->
     assert (config.optimizer.schedule.shape, config.optimizer.schedule.warmup) == ("linear", 5)
 
 
-def test_a_section_of_another_kind_replaces_the_base_s(tmp_path: Path) -> None:
+def test_section_of_another_kind_replaces_the_base_section(tmp_path: Path) -> None:
     write(tmp_path / "base.yaml", "rollout: {kind: vllm, count: 4, sync: network}\noptimizer: {lr: 1e-3, eps: 1e-6}")
     same_kind = write(tmp_path / "same.yaml", "extends: base.yaml\nrollout: {kind: vllm, gpus: 2}")
     other_file = write(
@@ -48,7 +48,7 @@ def test_a_section_of_another_kind_replaces_the_base_s(tmp_path: Path) -> None:
     assert config.rollout.count == 1  # type: ignore[union-attr]
 
 
-def test_a_path_leads_beside_the_file_that_states_it(tmp_path: Path) -> None:
+def test_paths_are_relative_to_the_file_that_sets_them(tmp_path: Path) -> None:
     write(tmp_path / "common" / "base.yaml", "data: {path: rows.jsonl}")
     write(tmp_path / "common" / "rows.jsonl", "")
     own_file = write(tmp_path / "mine.yaml", "extends: common/base.yaml\ndata: {overlong: drop}")
@@ -71,7 +71,7 @@ def test_a_path_leads_beside_the_file_that_states_it(tmp_path: Path) -> None:
         ("extends: .", '"{0}", which "extends" names in {0}/mine.yaml line 1 is a directory'),
     ],
 )  # fmt: skip
-def test_a_mistake_is_a_sentence_with_its_file(tmp_path: Path, text: str, sentence: str) -> None:
+def test_error_names_the_file_of_the_mistake(tmp_path: Path, text: str, sentence: str) -> None:
     write(tmp_path / "base.yaml", "seed: 1")
     write(tmp_path / "loop.yaml", "extends: mine.yaml")
     write(tmp_path / "wrong.yaml", "stepps: 1")
@@ -79,12 +79,12 @@ def test_a_mistake_is_a_sentence_with_its_file(tmp_path: Path, text: str, senten
         load(GRPOConfig, write(tmp_path / "mine.yaml", text))
 
 
-def test_the_command_line_extends_nothing(tmp_path: Path) -> None:
+def test_extends_is_refused_on_the_command_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match='config key "extends" is unknown on the command line'):
         load(GRPOConfig, None, [f"--extends={write(tmp_path / 'base.yaml', 'seed: 1')}"])
 
 
-def test_an_editor_accepts_a_file_whose_base_has_what_is_required() -> None:
+def test_json_schema_accepts_required_keys_from_the_base() -> None:
     check = Draft202012Validator(file_schema(SFTConfig))
     assert check.is_valid(Loader("extends: base.yaml\nsteps: 3").get_single_data())
     assert not check.is_valid(Loader("steps: 3").get_single_data())

@@ -40,8 +40,8 @@ def trainer_of(recipe: str, directory: str, budget: int = 64) -> GRPOTrainer | D
     return DistillTrainer(load(DistillConfig, None, [*settings, *words]), "cpu")
 
 
-def fails(group: Any, directory: str, recipe: str, part: str) -> tuple[list[str], int]:
-    """What is closed of a trainer of which some part cannot be made, and how many groups of ranks are left."""
+def open_failing_trainer(group: Any, directory: str, recipe: str, part: str) -> tuple[list[str], int]:
+    """Returns what is closed of a trainer that cannot be constructed, and the number of remaining groups of ranks."""
     closed: list[str] = []
 
     def noted(kind: Any) -> Any:
@@ -75,14 +75,12 @@ def fails(group: Any, directory: str, recipe: str, part: str) -> tuple[list[str]
         ("postlude.recipes.distill.check_teacher", ALL),
     ],
 )
-def test_what_is_open_is_closed_where_a_later_part_fails(
-    ranks: Ranks, tmp_path: Path, part: str, closed: list[str]
-) -> None:
+def test_failed_constructor_closes_what_it_opened(ranks: Ranks, tmp_path: Path, part: str, closed: list[str]) -> None:
     recipe = "grpo" if "grpo" in part else "distill"
-    assert ranks(1, fails, str(tmp_path), recipe, part) == [(closed, 0)]
+    assert ranks(1, open_failing_trainer, str(tmp_path), recipe, part) == [(closed, 0)]
 
 
-def rooms(group: Any, directory: str) -> list[int]:
+def max_batch_tokens_of_budgets(group: Any, directory: str) -> list[int]:
     results = []
     for budget in (64, 70_000):
         with closing(trainer_of("grpo", directory, budget)) as trainer:
@@ -91,12 +89,12 @@ def rooms(group: Any, directory: str) -> list[int]:
     return results
 
 
-def test_the_generator_has_room_for_a_sequence_of_the_budget(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(1, rooms, str(tmp_path)) == [[65_536, 70_000]]
+def test_generator_max_batch_tokens_covers_the_budget(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(1, max_batch_tokens_of_budgets, str(tmp_path)) == [[65_536, 70_000]]
 
 
 def seeds(group: Any, directory: str) -> list[set[int]]:
-    """Those of a distillation's answers to learn from, and to what is held out, in one step."""
+    """Returns the seeds of a distillation's training and held-out completions in one step."""
     trainer = trainer_of("distill", directory)
     assert isinstance(trainer, DistillTrainer)
     assert trainer.rollout_sampler is not None

@@ -1,4 +1,4 @@
-"""FP8 rollouts in a run: their mismatch is measured and bounded, and a run above its limit saves its state and ends."""
+"""FP8 rollouts: the mismatch is measured and limited; a run above its limit saves its state and ends."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from postlude.recipes.run.health import Health
 from tests.conftest import Ranks
 from tests.model.small import small_model
 from tests.recipes.test_grpo import VARIED_REWARDS, config_of, run_and_read_metrics
-from tests.recipes.test_rollout_engine import SHORT, lost
+from tests.recipes.test_rollout_engine import SHORT, run_losing_server
 
 FP8 = ("--rollout.quantization=fp8", "--rollout.kv_cache_dtype=fp8")
 SETTINGS = (*SHORT, *VARIED_REWARDS, "--steps=2", "--old_logprobs=recompute")
 
 
-def test_a_mismatch_above_its_limit_is_one_sentence() -> None:
+def test_mismatch_above_its_limit_gives_clear_error() -> None:
     health = Health(RolloutLimits(rollout_kl=0.01, rollout_chi2=0.1), 1, verbose=False)
     assert health.mismatch({"rollout_kl": 0.01, "rollout_chi2": 0.1}, 3) == ""
     assert health.mismatch({"rollout_kl": 0.02}, 3).startswith(
@@ -31,7 +31,7 @@ def test_a_mismatch_above_its_limit_is_one_sentence() -> None:
 
 @pytest.mark.slow  # two runs
 def test_a_run_above_its_limit_saves_its_state_and_ends(ranks: Ranks, tmp_path: Path) -> None:
-    ((outcome, sentence),) = ranks(1, lost, str(tmp_path), *SETTINGS, *FP8, "--limits.rollout_kl=1e-9")
+    ((outcome, sentence),) = ranks(1, run_losing_server, str(tmp_path), *SETTINGS, *FP8, "--limits.rollout_kl=1e-9")
     assert outcome == "failed"
     assert sentence.startswith("rollout_kl is ")
     assert "at step 1, and limits.rollout_kl is 1e-09" in sentence
@@ -53,7 +53,7 @@ def test_limits_of_metrics_that_an_objective_does_not_report_are_refused(tmp_pat
         config_of(tmp_path, f"--objective={objective}:Scaled", "--limits.rollout_kl=0.1")
 
 
-def test_the_memory_of_fp8_weights_is_planned() -> None:
+def test_memory_of_fp8_weights_is_estimated() -> None:
     config = small_model("[*-]{2}").config
     plain, fp8 = (generator_bytes(config, 2, fp8=fp8) for fp8 in (False, True))
     linear = sum(

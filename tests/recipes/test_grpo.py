@@ -1,4 +1,4 @@
-"""A GRPO run: the same in every layout, and the same after it was interrupted."""
+"""A GRPO run is the same in every layout and after an interruption."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_run_leaves_metrics_samples_checkpoints_and_a_report(ranks: Ranks, tmp_path: Path) -> None:
+def test_run_writes_metrics_samples_checkpoints_and_a_report(ranks: Ranks, tmp_path: Path) -> None:
     (rows,) = ranks(1, run_and_read_metrics, str(tmp_path))
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert [row["phase"] for row in rows] == ["sft", "sft", "grpo", "grpo", "grpo"]
@@ -122,7 +122,7 @@ def run_that_fails_once(group: Any, directory: str) -> tuple[str, list[str], Run
 
 
 @pytest.mark.slow
-def test_the_report_of_a_failed_run_has_the_failure(ranks: Ranks, tmp_path: Path) -> None:
+def test_report_of_a_failed_run_shows_the_failure(ranks: Ranks, tmp_path: Path) -> None:
     ((bad, before, ending),) = ranks(1, run_that_fails_once, str(tmp_path))
     assert bad == "The run failed after step 3: nothing can be learned."
     assert "<h2>" not in before[0], "it comes before everything else"
@@ -189,7 +189,7 @@ def held_out_and_trained_prompts(group: Any, directory: str) -> tuple[list[str],
         return [str(task.prompt) for task in trainer.held_out], trained
 
 
-def test_a_run_is_not_trained_on_prompts_that_are_held_out(ranks: Ranks, tmp_path: Path) -> None:
+def test_held_out_prompts_are_not_trained_on(ranks: Ranks, tmp_path: Path) -> None:
     ((held_out, trained),) = ranks(1, held_out_and_trained_prompts, str(tmp_path))
     assert len(set(held_out)) == 64
     assert len(trained) > 100
@@ -349,7 +349,7 @@ def pulled(inputs, *, strength):
 
 
 @pytest.mark.slow
-def test_an_objective_of_the_user(ranks: Ranks, tmp_path: Path) -> None:
+def test_custom_objective(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OBJECTIVE)
     options = (f"--objective={tmp_path / 'mine.py'}:pulled", "--objective.settings.strength=2.0", "--reference=true")
     (rows,) = ranks(1, run_and_read_metrics, str(tmp_path), *options)
@@ -366,7 +366,7 @@ def reply(prompt, completions, example):
 
 
 @pytest.mark.slow
-def test_a_conversation(ranks: Ranks, tmp_path: Path) -> None:
+def test_multi_turn_environment(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "reply.py").write_text(REPLY)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"ask": f"{number}+1="}) + "\n" for number in range(9)))
     options = (
@@ -395,7 +395,7 @@ def test_a_conversation(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_the_example_objective_is_the_same_in_a_pipeline(ranks: Ranks, tmp_path: Path) -> None:
+def test_example_objective_in_a_pipeline_equals_one_rank(ranks: Ranks, tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "objective.py"
     options = (f"--objective={example}:soft_clip", "--objective.settings.bonus=0.1")
     for name in ("one", "two"):
@@ -423,7 +423,7 @@ ROWS = [{"prompt": "1+1="}, {"prompt": "2+2="}, {"prompt": "3" * 300}]
         (ROWS[:2], "return 1.0 if prompt.startswith('2') else 1 / 0", ""),
     ],
 )
-def test_invalid_tasks_and_failing_rewards(
+def test_invalid_tasks_and_failing_rewards_give_clear_errors(
     ranks: Ranks, tmp_path: Path, rows: list[dict[str, str]], reward: str, sentence: str
 ) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -473,7 +473,7 @@ def rollout_of(rounds: list[list[Trajectory]], **settings: Any) -> tuple[list[Ba
 
 
 def test_completions_whose_reward_failed_are_excluded() -> None:
-    """They are excluded from baseline, loss and mean, and so is a completion that is left alone in its group."""
+    """They are excluded from baseline, loss and mean, and so is a completion left alone in its group."""
     sampled = [
         *(make_trajectory(0, 1.0), make_trajectory(0, None), make_trajectory(0, 0.0)),
         *(make_trajectory(1, None), make_trajectory(1, 1.0), make_trajectory(1, None)),
@@ -580,7 +580,7 @@ def ratios_of_minibatches(group: Any, directory: str) -> tuple[list[float], floa
 
 
 @pytest.mark.slow
-def test_the_largest_ratio_is_that_of_all_minibatches(ranks: Ranks, tmp_path: Path) -> None:
+def test_ratio_max_is_the_maximum_over_minibatches(ranks: Ranks, tmp_path: Path) -> None:
     ((ratios, reported, difference),) = ranks(1, ratios_of_minibatches, str(tmp_path))
     assert len(set(ratios)) > 1
     assert reported == max(ratios)

@@ -37,7 +37,7 @@ def health(*, verbose: bool = True) -> Health:
 
 
 def results(*rewards: float | str, samples: int = 2) -> list[Trajectory]:
-    """Answers in groups of two; text is what a reward failed with."""
+    """Returns completions in groups of two; a text is the error of a failed reward."""
     scores = [Score(0.0, {}, reward) if isinstance(reward, str) else Score(reward) for reward in rewards]
     return [
         Trajectory(Task("p", {}, "task"), place // samples, Transcript([1]), score=score)
@@ -59,7 +59,7 @@ def results(*rewards: float | str, samples: int = 2) -> list[Trajectory]:
         ),
     ],
 )
-def test_rewards_that_fail_end_a_run(steps: list[list[Trajectory]], sentence: str) -> None:
+def test_failing_rewards_end_a_run(steps: list[list[Trajectory]], sentence: str) -> None:
     watched = health()
     for number, drawn in enumerate(steps[:-1], start=1):
         watched.check_rewards(drawn, number)
@@ -67,7 +67,7 @@ def test_rewards_that_fail_end_a_run(steps: list[list[Trajectory]], sentence: st
         watched.check_rewards(steps[-1], len(steps))
 
 
-def test_rewards_that_fail_now_and_then_do_not() -> None:
+def test_occasional_reward_failures_do_not_end_a_run() -> None:
     watched = health()
     for number, drawn in enumerate([results(1.0, 0.0), results("x", "x"), results(1.0, "x"), results("x", "x")]):
         watched.check_rewards(drawn, number)
@@ -88,7 +88,7 @@ def test_rewards_that_fail_now_and_then_do_not() -> None:
         ),
     ],
 )
-def test_numbers_that_leave_all_bounds_end_a_run(check: Callable[[Health], None], sentence: str) -> None:
+def test_exploding_metrics_end_a_run(check: Callable[[Health], None], sentence: str) -> None:
     watched = health()
     watched.check_update(1.0, True, 1)
     watched.check_update(1.0, False, 2)
@@ -113,7 +113,7 @@ def test_a_model_whose_weights_are_not_finite_is_refused(norm: float) -> None:
         health().check_initial_weights(norm, "model")
 
 
-def test_a_policy_without_entropy_and_groups_without_a_difference_are_warned_of(
+def test_zero_entropy_and_equal_rewards_give_warnings(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING, "postlude")
@@ -139,7 +139,7 @@ def rows(directory: Path) -> str:
 
 
 @pytest.mark.slow
-def test_weights_that_explode_end_a_run_and_the_last_checkpoint_is_checked(
+def test_exploding_weights_end_a_run_and_the_last_checkpoint_is_checked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     run = tmp_path / "run"

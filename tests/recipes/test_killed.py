@@ -1,4 +1,4 @@
-"""A GRPO run that SIGKILL ended, wherever it was, and that is started again is the run that was not killed, to the bit.
+"""A GRPO run killed at any point and restarted equals an uninterrupted run bit for bit.
 
 Each kill comes from inside the run, at a moment that `killing.py` waits for; what it left says that it was that moment.
 """
@@ -66,12 +66,12 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def trained(group: Any, place: str, name: str, *overrides: str) -> RunOutcome:
+def run_in_process(group: Any, place: str, name: str, *overrides: str) -> RunOutcome:
     return run(load(GRPOConfig, Path(place, "small.yaml"), ["--run", f"{place}/{name}", *overrides]))
 
 
-def command(place: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    """Give the command. It returns when all that it started has ended, since that holds its pipes."""
+def run_command_to_end(place: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command. Returns when all its processes have ended, since they hold its pipes."""
     return subprocess.run(
         [sys.executable, "-m", "postlude", "grpo", "small.yaml", "--run", "parts", *overrides],
         cwd=place,
@@ -83,7 +83,7 @@ def command(place: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def order(place: Path, moment: str, *, victim: str = "rank", step: int = 3, by: str = "SIGKILL") -> None:
+def order_kill(place: Path, moment: str, *, victim: str = "rank", step: int = 3, by: str = "SIGKILL") -> None:
     (place / "killed").unlink(missing_ok=True)
     (place / "order").write_text(f"{moment} {victim} {step} {by}")
 
@@ -99,8 +99,8 @@ def logged_files(run: Path) -> dict[str, list[dict[str, Any]]]:
     return {name: lines(run / f"{name}.jsonl") for name in ("metrics", "samples")}
 
 
-def contents(run: Path) -> dict[str, Any]:
-    """Every file of the last checkpoint, the reference and the exported model. Of tensors, the bits."""
+def output_files(run: Path) -> dict[str, Any]:
+    """Returns every file of the last checkpoint, the reference and the exported model; tensors as bits."""
     files: dict[str, Any] = {}
     for path in (path for name in ("checkpoints", "reference", "model") for path in (run / name).rglob("*")):
         name = str(path.relative_to(run))
@@ -117,7 +117,7 @@ def contents(run: Path) -> dict[str, Any]:
 
 
 def assert_killed(place: Path, moment: str) -> None:
-    """The order was carried out, at its moment."""
+    """Asserts that the kill order was carried out at its moment."""
     functions, *expected = KILLS[moment]
     assert (place / "killed").is_file(), "the moment never came"
     stacks = (place / "killed").read_text()
@@ -128,58 +128,58 @@ def assert_killed(place: Path, moment: str) -> None:
         assert rows == logged_files(place / "whole")[name][: len(rows)]
 
 
-def assert_equal(place: Path) -> None:
-    """The run in parts is the whole one, in which there was something to learn."""
+def assert_runs_equal(place: Path) -> None:
+    """Asserts that the interrupted run equals the uninterrupted one, which trained on something."""
     whole_run, parts = logged_files(place / "whole"), logged_files(place / "parts")
     assert parts == whole_run
     assert [row["step"] for row in whole_run["metrics"] if row["grad_norm"] > 0.0] == [1, 2, 3, 4, 5]
-    expected, actual = contents(place / "whole"), contents(place / "parts")
+    expected, actual = output_files(place / "whole"), output_files(place / "parts")
     assert actual.keys() == expected.keys()
     assert [name for name in expected if actual[name] != expected[name]] == []
 
 
 @pytest.mark.thorough  # one of the five moments below
 def test_a_killed_run_resumes(ranks: Ranks, place: Path) -> None:
-    ranks(1, trained, str(place), "whole")
-    order(place, "backward")
+    ranks(1, run_in_process, str(place), "whole")
+    order_kill(place, "backward")
     with pytest.raises(pytest.fail.Exception, match="rank 0 died"):
-        ranks(1, trained, str(place), "parts")
+        ranks(1, run_in_process, str(place), "parts")
     assert_killed(place, "backward")
-    ranks(1, trained, str(place), "parts")
-    assert_equal(place)
+    ranks(1, run_in_process, str(place), "parts")
+    assert_runs_equal(place)
 
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_repeatedly_resumes(ranks: Ranks, place: Path) -> None:
-    ranks(1, trained, str(place), "whole")
+    ranks(1, run_in_process, str(place), "whole")
     for moment, step in (("reference", 1), ("rollout", 3), ("backward", 2), ("save", 2), ("prune", 2)):
-        order(place, moment, step=step)
+        order_kill(place, moment, step=step)
         with pytest.raises(pytest.fail.Exception, match="rank 0 died"):
-            ranks(1, trained, str(place), "parts")
+            ranks(1, run_in_process, str(place), "parts")
         assert_killed(place, moment)
-    ranks(1, trained, str(place), "parts")
-    assert_equal(place)
+    ranks(1, run_in_process, str(place), "parts")
+    assert_runs_equal(place)
 
 
 @pytest.mark.thorough  # on one rank above; that all end when one is killed, in tests/engine/test_failure.py
 def test_killing_one_rank_or_the_launcher_ends_all_ranks_and_the_run_resumes(ranks: Ranks, place: Path) -> None:
-    ranks(2, trained, str(place), "whole", "--layout=pp=2")
+    ranks(2, run_in_process, str(place), "whole", "--layout=pp=2")
     for victim, step, code, words in (
         ("rank", 3, 1, "postlude grpo: rank 1 of 2 was killed by SIGKILL.\n"),
         ("launcher", 2, -signal.SIGKILL, ""),
     ):
-        order(place, "backward", victim=victim, step=step)
-        ended = command(place, "--layout=pp=2")
+        order_kill(place, "backward", victim=victim, step=step)
+        ended = run_command_to_end(place, "--layout=pp=2")
         assert time.time() - (place / "killed").stat().st_mtime < killing.HEARING, "ranks went on"
         assert (ended.returncode, ended.stderr[-len(words) :] if words else "") == (code, words), ended.stderr
         assert_killed(place, "backward")
-    done = command(place, "--layout=pp=2")
+    done = run_command_to_end(place, "--layout=pp=2")
     assert done.returncode == 0, done.stderr
-    assert_equal(place)
+    assert_runs_equal(place)
 
 
-def asked_to_end(place: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    ended = command(place, *overrides)
+def signalled_run(place: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    ended = run_command_to_end(place, *overrides)
     assert (place / "killed").is_file(), f"the moment never came: {ended.stderr}"
     assert "Traceback" not in ended.stderr
     return ended
@@ -188,29 +188,31 @@ def asked_to_end(place: Path, *overrides: str) -> subprocess.CompletedProcess[st
 @pytest.mark.slow
 @pytest.mark.parametrize("by", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.thorough)])
 def test_a_signalled_run_finishes_its_step_saves_and_resumes(ranks: Ranks, place: Path, by: signal.Signals) -> None:
-    ranks(1, trained, str(place), "whole")
-    order(place, "backward", step=2, by=by.name)
-    ended = asked_to_end(place)
+    ranks(1, run_in_process, str(place), "whole")
+    order_kill(place, "backward", step=2, by=by.name)
+    ended = signalled_run(place)
     words = f"postlude grpo: {by.name} ended the run after step 3, which is saved; resume with: postlude grpo "
     assert ended.stderr.splitlines()[-1] == f"{words}small.yaml --run parts", ended.stderr
     assert ended.returncode == 128 + by
     assert [path.name for path in (place / "parts" / "checkpoints").iterdir()] == ["step-000003"]
     assert not (place / "parts" / "model").exists()
-    (done,) = ranks(1, trained, str(place), "parts")
+    (done,) = ranks(1, run_in_process, str(place), "parts")
     assert done.status == "finished"
-    assert_equal(place)
+    assert_runs_equal(place)
 
 
 @pytest.mark.thorough  # of one rank above; that a launcher hands signals on, in tests/test_launcher.py
 @pytest.mark.slow
 def test_all_ranks_stop_if_one_rank_or_the_launcher_gets_a_signal(ranks: Ranks, place: Path) -> None:
-    ranks(2, trained, str(place), "whole", "--layout=pp=2")
-    order(place, "backward", step=2, by="SIGTERM")
-    endings = ranks(2, trained, str(place), "parts", "--layout=pp=2")
+    ranks(2, run_in_process, str(place), "whole", "--layout=pp=2")
+    order_kill(place, "backward", step=2, by="SIGTERM")
+    endings = ranks(2, run_in_process, str(place), "parts", "--layout=pp=2")
     assert [(ending.status, ending.step, ending.exit_code) for ending in endings] == [("interrupted", 3, 143)] * 2
-    order(place, "backward", victim="launcher", step=1, by="SIGINT")
-    ended = asked_to_end(place, "--layout=pp=2")
+    order_kill(place, "backward", victim="launcher", step=1, by="SIGINT")
+    ended = signalled_run(place, "--layout=pp=2")
     assert "SIGINT ended the run after step 4, which is saved" in ended.stderr.splitlines()[-1], ended.stderr
     assert ended.returncode == 130
-    assert {outcome.status for outcome in ranks(2, trained, str(place), "parts", "--layout=pp=2")} == {"finished"}
-    assert_equal(place)
+    assert {outcome.status for outcome in ranks(2, run_in_process, str(place), "parts", "--layout=pp=2")} == {
+        "finished"
+    }
+    assert_runs_equal(place)

@@ -1,4 +1,4 @@
-"""MetricLoggers: each shows what was logged, a run that goes on is the same run there, and none can end one."""
+"""MetricLoggers: each receives what was logged, a resumed run continues there, and none can end a run."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from postlude.recipes.run.loggers import LOGGERS, LoggerKind, RunInfo, check_log
 CONFIG = {"model": "tiny-dense", "optimizer": {"lr": 1e-6, "betas": [0.9, 0.95]}, "steps": 10}
 
 
-class Wanting:
-    """A logger that does as it is told."""
+class FailingLogger:
+    """A logger that fails at a given call."""
 
     def __init__(self, faults: dict[str, list[int]]) -> None:
         self.faults, self.steps = faults, []
         self.opened: list[RunInfo] = []
 
-    def open(self, opening: RunInfo) -> Wanting:
+    def open(self, opening: RunInfo) -> FailingLogger:
         self.opened.append(opening)
         if "open" in self.faults:
             raise RuntimeError("nobody is there")
@@ -53,14 +53,14 @@ def log_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize(
     ("faults", "logged_steps", "sentences"),
     [
-        ({"open": [1]}, [], ["Wanting failed to open: RuntimeError: nobody is there."]),
-        ({"log": [2, 4]}, [1, 3, 5, 6], ["Wanting failed to log: OSError: [Errno 28] No space left"]),
+        ({"open": [1]}, [], ["FailingLogger failed to open: RuntimeError: nobody is there."]),
+        ({"log": [2, 4]}, [1, 3, 5, 6], ["FailingLogger failed to log: OSError: [Errno 28] No space left"]),
         (
             {"log": [2, 3, 4]},
             [1],
-            ["Wanting failed to log: OSError", "Wanting has failed in 3 steps in a row and is dropped."],
+            ["FailingLogger failed to log: OSError", "FailingLogger has failed in 3 steps in a row and is dropped."],
         ),
-        ({"close": [1]}, [1, 2, 3, 4, 5, 6], ["Wanting failed to write its last metrics: KeyError: 'project'"]),
+        ({"close": [1]}, [1, 2, 3, 4, 5, 6], ["FailingLogger failed to write its last metrics: KeyError: 'project'"]),
     ],
     ids=["open", "log", "log-for-good", "close"],
 )
@@ -72,8 +72,8 @@ def test_a_failing_logger_is_named_once_and_does_not_end_the_run(
     logged_steps: list[int],
     sentences: list[str],
 ) -> None:
-    bad, good = Wanting(faults), Wanting({})
-    monkeypatch.setitem(LOGGERS, "bad", LoggerKind("Wanting", "json", bad.open))
+    bad, good = FailingLogger(faults), FailingLogger({})
+    monkeypatch.setitem(LOGGERS, "bad", LoggerKind("FailingLogger", "json", bad.open))
     monkeypatch.setitem(LOGGERS, "good", LoggerKind("Taking", "json", good.open))
     with caplog.at_level(logging.WARNING, "postlude"), open_run(tmp_path, CONFIG, loggers=("bad:sums", "good")) as run:
         for step in range(1, 7):
@@ -101,7 +101,7 @@ def test_a_logger_that_cannot_be_opened_is_reported_in_the_preflight(
     )
 
 
-def test_an_unknown_sink_is_a_sentence() -> None:
+def test_unknown_logger_gives_clear_error() -> None:
     assert [parse_logger(text) for text in ("wandb", "mlflow:a:b")] == [("wandb", "postlude"), ("mlflow", "a:b")]
     for text, sentence in {
         "wanb:sums": r'there is no logger "wanb"; did you mean "wandb"\?',
@@ -130,7 +130,7 @@ def test_a_run_without_tensorboard_warns_once(
 
 
 def interrupted_run(path: Path, logger: str, *, wait: float = 0.0) -> None:
-    """Steps 1 to 6, then again from 5, where a checkpoint was, to 8."""
+    """Logs steps 1 to 6, then resumes from the checkpoint after step 4 and logs 5 to 8."""
     for first, last in ((1, 6), (5, 8)):
         time.sleep(wait if first > 1 else 0.0)
         with open_run(path, CONFIG, loggers=(logger,)) as run:
@@ -206,12 +206,12 @@ def test_weights_and_biases_continues_the_same_run(
     files = sorted((tmp_path / "sums" / "wandb").glob("offline-run-*/*.wandb"))
     assert len(files) == 2
     assert {file.name for file in files} == {f"run-{name}.wandb"}
-    steps = [step for file in files for step in logged(file)]
+    steps = [step for file in files for step in wandb_steps(file)]
     assert steps == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8]
 
 
-def logged(file: Path) -> list[int]:
-    """The steps in a file of Weights & Biases: a short header, then LevelDB's log format of its own messages."""
+def wandb_steps(file: Path) -> list[int]:
+    """Returns the steps in a Weights & Biases file: a short header, then LevelDB's log format."""
     from wandb.proto import wandb_internal_pb2
 
     data, place, message, results = file.read_bytes(), 7, b"", []

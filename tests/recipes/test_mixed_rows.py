@@ -1,4 +1,4 @@
-"""Several datasets, and streams, as a recipe reads them: exact shares, the same rows in every layout, resumed."""
+"""Several datasets and streams in a recipe: exact shares, the same rows in every layout, resumed exactly."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.conftest import Ranks
 
 
 @given(st.lists(st.integers(1, 60), min_size=2, max_size=6))
-def test_every_prefix_has_the_shares_of_the_weights_to_within_a_row(weights: list[int]) -> None:
+def test_every_prefix_follows_the_weights_within_one_row(weights: list[int]) -> None:
     total, counts = sum(weights), [0] * len(weights)
     for row in range(1, 2 * total + 1):
         counts[next_dataset(weights, counts)] += 1
@@ -58,7 +58,7 @@ def mixed(weights: Sequence[float | None], *sizes: int, held_out: int = 0) -> Mi
 
 
 class Contents(list[Any]):
-    """Rows that are compared by their number, whichever dataset they are of."""
+    """Rows that are compared by their number, whatever their dataset."""
 
     def content(self, index: int) -> bytes:
         return bytes([self[index][1]])
@@ -77,7 +77,7 @@ def test_a_mixture_without_weights_has_every_row_once_an_epoch() -> None:
     assert "dataset a " in info.meaning
 
 
-def test_each_dataset_goes_through_its_own_epochs() -> None:
+def test_each_dataset_has_its_own_epochs() -> None:
     rows = mixed([3, 1], 4, 10)
     taken_rows = rows.take(16)
     assert [name for name, _ in taken_rows].count("a") == 12
@@ -86,7 +86,7 @@ def test_each_dataset_goes_through_its_own_epochs() -> None:
     assert first[:4] != first[4:8], "shuffled again"
 
 
-def test_a_restored_mixture_continues_to_the_row() -> None:
+def test_restored_mixture_continues_at_the_exact_row() -> None:
     expected_rows = mixed([0.7, 0.3], 7, 5).take(60)
     for count in range(40):
         first, second = mixed([0.7, 0.3], 7, 5), mixed([0.7, 0.3], 7, 5)
@@ -98,7 +98,7 @@ def test_a_restored_mixture_continues_to_the_row() -> None:
         mixed([1, 1], 7, 5).restore(mixed([0.7, 0.3], 7, 5).state())
 
 
-def test_rows_held_out_of_one_dataset_are_in_no_other() -> None:
+def test_rows_held_out_of_one_dataset_are_removed_from_all() -> None:
     rows = mixed([1, 1], 9, 6, held_out=2)
     assert rows.held_out == [("a", 7), ("a", 8), ("b", 4), ("b", 5)]
     assert {number for _, number in rows.take(50)} == {0, 1, 2, 3, 6}
@@ -106,7 +106,7 @@ def test_rows_held_out_of_one_dataset_are_in_no_other() -> None:
         mixed([1, 1], 2, 3, held_out=1).exclude({bytes([0])})
 
 
-def test_datasets_are_named_by_their_files() -> None:
+def test_datasets_are_named_after_their_files() -> None:
     paths = [Path("a/x.jsonl.gz"), Path("b/x.parquet"), Path("org/chat@main"), Path("folder")]
     assert dataset_names(paths) == ["x", "x-2", "chat", "folder"]
 
@@ -150,7 +150,7 @@ def test_a_list_of_datasets_is_read_from_a_config_and_written_back(tmp_path: Pat
         ("data: 3", 'config key "data" is "3"'),
     ],
 )
-def test_a_wrong_list_is_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+def test_invalid_dataset_list_gives_clear_error(tmp_path: Path, text: str, sentence: str) -> None:
     file = tmp_path / "my.yaml"
     file.write_text(text + "\n")
     with pytest.raises(ConfigError) as error:
@@ -168,7 +168,7 @@ PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
 
 
 @pytest.mark.parametrize("kind", ["conversations", "text", "pairs"])
-def test_a_stream_equals_the_encoded_dataset_where_nothing_is_shuffled(tmp_path: Path, kind: str) -> None:
+def test_unshuffled_stream_equals_the_encoded_dataset(tmp_path: Path, kind: str) -> None:
     if kind == "conversations":
         data: Any = Examples(path=sums(tmp_path / "a.jsonl", 300))
     elif kind == "text":
@@ -182,7 +182,7 @@ def test_a_stream_equals_the_encoded_dataset_where_nothing_is_shuffled(tmp_path:
     assert [stream.content(rows[index]) for index in range(20)] == [rows.content(index) for index in range(20)]
 
 
-def test_a_row_of_a_stream_is_refused_or_dropped_as_any_other(tmp_path: Path) -> None:
+def test_stream_rows_are_refused_or_dropped_like_dataset_rows(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"text": "x" * (90 if n == 280 else 5) + str(n)} for n in range(300)])
     stream = streamed(Examples(path=path), budget=50)
     stream.take(200)
@@ -194,7 +194,7 @@ def test_a_row_of_a_stream_is_refused_or_dropped_as_any_other(tmp_path: Path) ->
         streamed(Examples(path=broken)).take(301)
 
 
-def test_two_files_of_one_kind_each_are_both_kinds(tmp_path: Path) -> None:
+def test_kto_accepts_one_file_per_label(tmp_path: Path) -> None:
     row = {"prompt": "1", "completion": "2"}
     good, bad = (
         LabelledExamples(path=write(tmp_path / f"{label}.jsonl", [row | {"label": label}])) for label in (True, False)
@@ -215,7 +215,7 @@ def trained(group: Any, directory: str, data: str, *overrides: str, command: str
 
 
 @pytest.mark.slow  # four runs on one and two ranks
-def test_a_mixture_with_a_stream_is_the_same_in_every_layout_and_after_a_stop(ranks: Ranks, tmp_path: Path) -> None:
+def test_mixture_with_a_stream_is_the_same_in_every_layout_and_after_resuming(ranks: Ranks, tmp_path: Path) -> None:
     first_file, two = sums(tmp_path / "one.jsonl", 9), sums(tmp_path / "two.jsonl", 13, first=50)
     stream = f"{{path: {two}, weight: 1, streaming: true, shuffle_buffer: 5}}"
     data = f"[{{path: {first_file}, weight: 3}}, {stream}]"
@@ -231,7 +231,7 @@ def test_a_mixture_with_a_stream_is_the_same_in_every_layout_and_after_a_stop(ra
             assert rows == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_cache_is_not_mistaken_for_another_dataset_of_the_mixture(tmp_path: Path) -> None:
+def test_cache_of_one_dataset_is_not_used_for_another(tmp_path: Path) -> None:
     from postlude.recipes.dataset import cache_folder
 
     config = load(SFTConfig, None, ["--data=[{path: a}, {path: b}]"])

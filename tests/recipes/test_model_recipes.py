@@ -1,4 +1,4 @@
-"""The recipes for published models: what the planner says of each, and a tiny run of each that equals one rank's."""
+"""Recipes of published models: the planner's numbers, and a tiny run of each that equals one rank."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ NAMES = [f"{model}-{command}-{gpus}gpus" for model in BILLIONS for command in CO
 ELSEWHERE = "qwen3-next-80b-a3b-grpo-8gpus"  # its servers run on other machines
 
 
-def parts(name: str) -> tuple[str, str, int]:
-    """The model, the command and the GPUs of a recipe."""
+def recipe_name_parts(name: str) -> tuple[str, str, int]:
+    """Returns the model, command and GPU count of a recipe."""
     model, command, gpus = name.rsplit("-", 2)
     return model, command, int(gpus.removesuffix("gpus"))
 
 
-def degrees(layout: Layout) -> str:
-    """The layout as it is written in a config."""
+def layout_degrees(layout: Layout) -> str:
+    """Returns the layout as written in a config."""
     sizes = {axis.name: getattr(layout, axis.name) for axis in fields(Layout)}
     return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "pp=1"
 
 
 def recipe(name: str, *overrides: str) -> Any:
-    return RECIPES[parts(name)[1]].read(DIRECTORY / f"{name}.yaml", overrides)
+    return RECIPES[recipe_name_parts(name)[1]].read(DIRECTORY / f"{name}.yaml", overrides)
 
 
 def test_there_is_a_recipe_for_each_model_algorithm_and_number_of_gpus() -> None:
@@ -62,7 +62,7 @@ def test_there_is_a_recipe_for_each_model_algorithm_and_number_of_gpus() -> None
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_an_editor_finds_no_mistake_in_a_recipe(command: str) -> None:
+def test_recipe_passes_the_json_schema(command: str) -> None:
     schema = Draft202012Validator(file_schema(RECIPES[command].config))
     for file in [*DIRECTORY.glob(f"*-{command}-*.yaml"), DIRECTORY / "common" / f"{command}.yaml"]:
         schema.validate(Loader(file.read_text()).get_single_data())
@@ -75,7 +75,7 @@ def test_a_stored_config_has_the_published_number_of_parameters(model: str) -> N
 
 
 def planned(name: str) -> tuple[str, str, str]:
-    """The planner's command in a recipe's comment, and the memory and the bubble that the comment states."""
+    """Returns the planner command in a recipe's comment, and the memory and bubble that the comment states."""
     comment = (DIRECTORY / f"{name}.yaml").read_text().partition("extends:")[0]
     command = re.search(r"^#   postlude (plan .*)$", comment, re.MULTILINE)
     stated = re.search(r"^#   memory (.*) per rank, bubble (.*)$", comment, re.MULTILINE)
@@ -85,10 +85,10 @@ def planned(name: str) -> tuple[str, str, str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_states_what_the_planner_says_and_fits(
+def test_recipe_comment_equals_the_planner_and_fits(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, command, gpus = parts(name)
+    model, command, gpus = recipe_name_parts(name)
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", "200")
     words, memory, bubble = planned(name)
@@ -100,7 +100,7 @@ def test_a_recipe_states_what_the_planner_says_and_fits(
     needed, usable = (float(size.removesuffix(" GiB")) for size in memory.split(" of "))
     assert needed <= USABLE_MEMORY * usable, "as much stays free as a search leaves"
     config, page = recipe(name), (ROOT / "docs" / "recipes.md").read_text()
-    row = f"`{degrees(config.layout)}` | {memory.partition(' of ')[0]} | {bubble} |"
+    row = f"`{layout_degrees(config.layout)}` | {memory.partition(' of ')[0]} | {bubble} |"
     assert f"[{name}](../src/postlude/configs/models/{name}.yaml) | {row}" in page
     servers = config.rollout if command == "grpo" else None
     serving = int(servers.count * servers.gpus) if isinstance(servers, LaunchedVLLM) else 0
@@ -145,7 +145,7 @@ TINY = {
 
 
 def small_layout(layout: Layout) -> Layout:
-    """The same kind on at most four ranks: no degree is above two, and dp_shard is one where the others are four."""
+    """Returns the same kind of layout on at most four ranks: no degree above two, and dp_shard 1 if others use four."""
     degrees = {axis.name: min(2, getattr(layout, axis.name)) for axis in fields(Layout)}
     others = degrees["pp"] * degrees["cp"] * degrees["tp"] * degrees["dp_replicate"]
     return Layout(**degrees | {"dp_shard": 1 if others == 4 else degrees["dp_shard"]})
@@ -161,8 +161,8 @@ def first_rows(command: str, directory: Path) -> tuple[str, ...]:
 
 
 def trained(group: Any, name: str, directory: str, *overrides: str) -> list[dict[str, Any]]:
-    config = recipe(name, *TINY[parts(name)[1]], *overrides, f"--run={directory}")
-    RECIPES[parts(name)[1]].run(config, "cpu")
+    config = recipe(name, *TINY[recipe_name_parts(name)[1]], *overrides, f"--run={directory}")
+    RECIPES[recipe_name_parts(name)[1]].run(config, "cpu")
     return [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -214,13 +214,13 @@ def test_a_tiny_run_of_a_recipe_equals_one_rank(
         checked.add((objective, layout, config.overlap, config.recompute))
         if objective not in alone:
             (alone[objective],) = ranks(1, trained, name, str(tmp_path / f"one-{gpus}"), *source, "--layout=pp=1")
-        settings = (*source, f"--layout={degrees(layout)}")
+        settings = (*source, f"--layout={layout_degrees(layout)}")
         spread = ranks(layout.world_size, trained, name, str(tmp_path / f"{gpus}"), *settings)[0]
         assert_equal_to_one_rank(alone[objective], spread, command, steps=2 if command == "grpo" else 3)
 
 
 @pytest.mark.slow
-def test_a_first_step_with_weights_stored_as_the_recipe_says_equals_one_rank(
+def test_first_step_with_the_recipes_weight_dtype_equals_one_rank(
     ranks: Ranks, tmp_path: Path, tiny: Callable[..., str]
 ) -> None:
     name = "qwen3-next-80b-a3b-sft-8gpus"
@@ -230,14 +230,14 @@ def test_a_first_step_with_weights_stored_as_the_recipe_says_equals_one_rank(
     for layout in (Layout(), small_layout(config.layout)):
         settings = (f"--model={tiny('qwen3-next-80b-a3b')}", *data, "--weights=split", "--steps=1")
         directory = str(tmp_path / str(layout))
-        rows.append(ranks(layout.world_size, trained, name, directory, *settings, f"--layout={degrees(layout)}")[0])
+        rows.append(
+            ranks(layout.world_size, trained, name, directory, *settings, f"--layout={layout_degrees(layout)}")[0]
+        )
     assert_equal_to_one_rank(*rows, "sft", steps=1)
 
 
 @pytest.mark.slow
-def test_a_policy_loss_of_zero_on_other_ranks_is_noticed(
-    ranks: Ranks, tmp_path: Path, tiny: Callable[..., str]
-) -> None:
+def test_zero_policy_loss_on_other_ranks_is_detected(ranks: Ranks, tmp_path: Path, tiny: Callable[..., str]) -> None:
     name = "qwen3-30b-a3b-grpo-8gpus"
     layout = small_layout(recipe(name).layout)
 
@@ -247,7 +247,7 @@ def test_a_policy_loss_of_zero_on_other_ranks_is_noticed(
             f"--objective={FAULTY}:scaled_on_other_ranks",
             "--steps=1",
         )
-        settings = (*faulty_settings, f"--objective.settings.factor={factor}", f"--layout={degrees(layout)}")
+        settings = (*faulty_settings, f"--objective.settings.factor={factor}", f"--layout={layout_degrees(layout)}")
         return ranks(layout.world_size, trained, name, str(tmp_path / f"{layout}-{factor}"), *settings)[0]
 
     alone = rows(Layout(), 0.0)

@@ -1,4 +1,4 @@
-"""Multi-token prediction in recipes: a model without depths gets fresh ones, and the rest may be left alone."""
+"""Multi-token prediction in recipes: models without depths get new ones, and training them alone is possible."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def summed(depth, inputs, context):
 
 
 @pytest.mark.slow
-def test_a_processor_of_the_user_is_named_in_a_recipe(ranks: Ranks, tmp_path: Path) -> None:
+def test_custom_mtp_processor_is_set_in_a_config(ranks: Ranks, tmp_path: Path) -> None:
     write_rows(tmp_path)
     (tmp_path / "mine.py").write_text(PROCESSORS)
     plain = (*SETTINGS, f"--data.path={tmp_path}/rows.jsonl", "--batch_size=4", "--held_out.rows=3", "--export=false")
@@ -115,7 +115,7 @@ def test_a_processor_of_the_user_is_named_in_a_recipe(ranks: Ranks, tmp_path: Pa
         ),
     ],
 )
-def test_a_processor_that_cannot_be_called_is_a_sentence(
+def test_uncallable_mtp_processor_gives_clear_error(
     name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_rows(tmp_path)
@@ -130,8 +130,8 @@ def test_a_processor_that_cannot_be_called_is_a_sentence(
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_drafted_completions_train_the_same(ranks: Ranks, tmp_path: Path) -> None:
-    """And are drafted by the weights of the engine, as they are."""
+def test_training_on_drafted_completions_is_unchanged(ranks: Ranks, tmp_path: Path) -> None:
+    """Drafts use the engine's current weights."""
     pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
     settings = (
         *SETTINGS,
@@ -163,7 +163,7 @@ def test_drafted_completions_train_the_same(ranks: Ranks, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_grpo_trains_mtp_depths_besides_the_policy(ranks: Ranks, tmp_path: Path) -> None:
+def test_grpo_trains_mtp_depths_and_the_policy(ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
     settings = (*TASKS, "--prompts_per_step=4", "--samples_per_prompt=2", "--evaluation.every=0", "--export=false")
     for actual in ranks(
@@ -173,9 +173,7 @@ def test_grpo_trains_mtp_depths_besides_the_policy(ranks: Ranks, tmp_path: Path)
         assert all(row["mtp_1/nll"] > 0 for row in actual)
 
 
-def test_depths_of_a_published_model_continue_training_and_are_written_as_they_came(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_published_depths_continue_training_and_keep_their_names(ranks: Ranks, tmp_path: Path) -> None:
     published = publish("glm4_moe", tmp_path / "published", vocab_size=264)
     byte_tokenizer().save_pretrained(published.directory)
     write_rows(tmp_path)
@@ -188,7 +186,7 @@ def test_depths_of_a_published_model_continue_training_and_are_written_as_they_c
     assert torch.equal(after["model.layers.3.shared_head.head.weight"], after["lm_head.weight"])
 
 
-def test_depths_come_from_files_that_hold_them_and_are_fresh_otherwise(tmp_path: Path) -> None:
+def test_depths_are_loaded_from_files_or_initialised(tmp_path: Path) -> None:
     with_mtp, none = str(publish("qwen3_next", tmp_path / "held").directory), str(tmp_path / "none")
     assert model_source(with_mtp, None) == with_mtp
     assert model_source(with_mtp, MTPSettings()) == Recast(with_mtp, read_model_with_mtp(with_mtp)[1].pattern)
@@ -203,7 +201,7 @@ def test_depths_come_from_files_that_hold_them_and_are_fresh_otherwise(tmp_path:
     assert describe_mtp("tiny-dense", MTPSettings()) == "1 depth(s) of [*-], new: the model has none"
 
 
-def test_a_run_begins_with_a_line_about_its_depths(
+def test_run_logs_its_mtp_depths_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_rows(tmp_path)
@@ -214,7 +212,7 @@ def test_a_run_begins_with_a_line_about_its_depths(
         assert capsys.readouterr().out == line
 
 
-def test_depths_that_a_model_has_are_not_asked_for_otherwise() -> None:
+def test_other_number_of_depths_than_the_models_is_refused() -> None:
     assert model_source("tiny-hybrid", MTPSettings()) == "tiny-hybrid"
     with pytest.raises(
         ValueError,

@@ -1,4 +1,4 @@
-"""Every option of every recipe: changing it changes the last step of a run, or a line here says where it is tested."""
+"""Every option of every recipe: changing it changes the last step of a run, or a line here names its test."""
 
 from __future__ import annotations
 
@@ -427,7 +427,7 @@ SAID = {"1": 0.4, "2": 0.25, "3": 0.19, END: 0.16}
 
 
 def write_files(directory: Path) -> None:
-    """Sums as tasks, conversations, prompts with answers, text and pairs. Each column has another beside it."""
+    """Writes sums as tasks, conversations, prompts with completions, text and pairs, each with an extra column."""
     sums = [(f"{first}+{second}=", str(first + second), str(first)) for first in range(5) for second in range(5)]
 
     def conversation(*texts: str) -> list[dict[str, str]]:
@@ -505,8 +505,8 @@ PLAIN = {
 }
 
 
-def settled(*settings: str) -> list[str]:
-    """Later settings in place of earlier ones; another kind of section takes away what the first had."""
+def merge_settings(*settings: str) -> list[str]:
+    """Later settings replace earlier ones; another kind of section drops the keys of the first."""
     chosen: dict[str, str] = {}
     for key, _, value in (setting.partition("=") for setting in settings):
         if chosen.get(key, value) != value:
@@ -515,16 +515,16 @@ def settled(*settings: str) -> list[str]:
     return [f"{key}={value}" for key, value in chosen.items()]
 
 
-def last(group: Any, command: str, *settings: str) -> str:
-    """The last step of a run, but for what the clock says."""
-    config: Any = load(RECIPES[command].config, None, settled(*settings))
+def last_step(group: Any, command: str, *settings: str) -> str:
+    """Returns the last step of a run without its times."""
+    config: Any = load(RECIPES[command].config, None, merge_settings(*settings))
     RECIPES[command].run(config, "cpu")
     row = json.loads((config.run / "metrics.jsonl").read_text().splitlines()[-1])
     return json.dumps({key: row[key] for key in row if not key.startswith(("time/", "tokens_per_second"))})
 
 
 def write_model(directory: Path) -> None:
-    """A model whose hidden states are all nearly the same, and whose head makes `SAID` of them."""
+    """Writes a model with nearly constant hidden states, whose head gives `SAID`."""
     hf, tokenizer = read_description("tiny-dense"), load_tokenizer("tiny-dense")
     hf.tie_word_embeddings, hf.num_hidden_layers = False, 1
     model = load_model(hf)
@@ -547,7 +547,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def commands_with_options() -> list[Any]:
-    """Every recipe with its options, those that others show as well apart from the rest."""
+    """Returns every recipe with its options; options that other recipes show as well are separate."""
     cases = []
     for command, changed in sorted(OPTIONS_WITH_EFFECT.items()):
         skipped = SAME_CODE.get(command, ())
@@ -569,7 +569,7 @@ def test_every_option_has_an_effect(
             run = f"--run={tmp_path / str(len(results))}"
             settings = (*PLAIN[command], "--model=FILES/model", *changes, run)
             (results[changes],) = ranks(
-                1, last, command, *(setting.replace("FILES", str(files)) for setting in settings)
+                1, last_step, command, *(setting.replace("FILES", str(files)) for setting in settings)
             )
         return results[changes]
 

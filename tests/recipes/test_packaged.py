@@ -1,4 +1,4 @@
-"""Configs that come with the package are found by name, wherever the command is run."""
+"""Configs in the package are found by name from any working directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GRPO = RECIPES["grpo"]
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -46,7 +46,7 @@ def test_a_packaged_config_finds_its_data_and_names_its_run(tmp_path: Path) -> N
     assert config.run == Path("runs/demo"), "relative to the working directory"
 
 
-def test_a_file_of_the_user_comes_first(tmp_path: Path) -> None:
+def test_user_file_takes_precedence(tmp_path: Path) -> None:
     (tmp_path / "demo").write_text("steps: 7\n")
     assert GRPO.read(Path("demo")).steps == 7
 
@@ -63,18 +63,18 @@ def test_a_file_can_extend_a_packaged_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["dmo", "recipes/demo.yaml", "../demo.yml"])
-def test_a_name_that_is_nearly_one_is_suggested(name: str) -> None:
+def test_similar_config_name_is_suggested(name: str) -> None:
     with pytest.raises(ConfigError, match=r'did you mean "demo"\?'):
         GRPO.read(Path(name))
 
 
-def test_a_path_outside_of_the_package_is_not_looked_up_in_it() -> None:
+def test_paths_are_not_looked_up_in_the_package() -> None:
     for path in (Path("../configs/demo"), Path("/demo"), Path("data")):
         assert find_config(path) == path
 
 
 def test_demo_is_a_command() -> None:
-    """It takes the fields of `grpo`, and no file."""
+    """It takes the options of `grpo`, and no file."""
     options = _parse(["demo", "--steps", "3", "--run", "runs/x"])
     assert (options.module, options.config, options.parser.recipe.command) == ("recipe", Path("demo"), "grpo")
     assert options.overrides == ["--steps", "3", "--run", "runs/x"]

@@ -1,4 +1,4 @@
-"""Pairs with margins: each pair keeps the margin of its row, and what is no margin is refused."""
+"""Pairs with margins: each pair keeps its row's margin, and invalid margins are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pairs(place: Path, *margins: Any) -> Pairs:
     return Pairs(path=place / "pairs.jsonl", margin="gap", overlong="drop")
 
 
-def test_a_pair_keeps_the_margin_of_its_row_where_others_are_dropped(tmp_path: Path) -> None:
+def test_pairs_keep_their_margins_when_rows_are_dropped(tmp_path: Path) -> None:
     data = pairs(tmp_path, 0.5, 2, -1.5)
     rows = LabelledRows(EncodedRows(data, byte_tokenizer(), 64), read_margins(data), PairRow)
     assert [rows[index].margin for index in range(len(rows))] == [0.5, -1.5], "the second is too long"
@@ -37,7 +37,7 @@ def test_a_pair_keeps_the_margin_of_its_row_where_others_are_dropped(tmp_path: P
     assert "margins" in trial_pairs(data).columns
 
 
-def test_without_a_column_of_margins_there_are_none(tmp_path: Path) -> None:
+def test_without_a_margin_column_there_are_no_margins(tmp_path: Path) -> None:
     data = pairs(tmp_path, 0.5).model_copy(update={"margin": None})
     rows = LabelledRows(EncodedRows(data, byte_tokenizer(), 64), read_margins(data), PairRow)
     assert "margins" not in pair_batch([rows[0]]).columns

@@ -1,4 +1,4 @@
-"""A PPO run: its advantages are those of GAE, the same in every layout, and the same after it was interrupted."""
+"""A PPO run: advantages equal GAE, and it is the same in every layout and after an interruption."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def trained(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]
 
 
 def interrupted(group: Any, directory: str, at: int, *overrides: str) -> None:
-    """Stop as a kill would: in step `at`, when its critic has been trained on half of the rollout."""
+    """Stops as a kill would: in step `at`, after the critic trained on half of the rollout."""
 
     class Stopped(PPOTrainer):
         def train_minibatch(self, minibatch: Batch) -> dict[str, Any]:
@@ -78,8 +78,8 @@ def interrupted(group: Any, directory: str, at: int, *overrides: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [SHARED, OWN_CRITIC], ids=["value head", "own critic"])
-def test_every_layout_and_a_continued_run_give_the_same_steps(
+@pytest.mark.parametrize("settings", [SHARED, OWN_CRITIC], ids=["value head", "separate critic"])
+def test_every_layout_and_a_resumed_run_give_the_same_steps(
     ranks: Ranks, tmp_path: Path, settings: tuple[str, ...]
 ) -> None:
     for name in ("one", "two", "parts"):
@@ -105,8 +105,8 @@ def test_every_layout_and_a_continued_run_give_the_same_steps(
         assert critics == ["step-000002", "step-000003"], "one beside each checkpoint"
 
 
-def by_hand(group: Any, directory: str, *overrides: str) -> dict[str, Any]:
-    """One rollout with its columns, and the values and log-probs they were computed from."""
+def rollout_with_inputs(group: Any, directory: str, *overrides: str) -> dict[str, Any]:
+    """Returns one rollout with its columns, and the values and log-probs they were computed from."""
     recorded: dict[str, Any] = {}
 
     class Watched(PPOTrainer):
@@ -131,9 +131,9 @@ def by_hand(group: Any, directory: str, *overrides: str) -> dict[str, Any]:
     return recorded
 
 
-def test_advantages_are_those_of_gae_with_the_penalty_in_the_reward(ranks: Ranks, tmp_path: Path) -> None:
+def test_advantages_equal_gae_with_the_kl_penalty_in_the_reward(ranks: Ranks, tmp_path: Path) -> None:
     overrides = ("--reward_kl.coefficient=0.2", "--gamma=0.9", "--gae_lambda=0.8", "--whiten_advantages=false")
-    (recorded,) = ranks(1, by_hand, str(tmp_path), *overrides)
+    (recorded,) = ranks(1, rollout_with_inputs, str(tmp_path), *overrides)
     checked = 0
     for before, after in zip(recorded["before"], recorded["after"], strict=True):
         assert not {"reward", "group"} & after.keys()
@@ -155,7 +155,7 @@ def test_advantages_are_those_of_gae_with_the_penalty_in_the_reward(ranks: Ranks
 
 
 def test_whitened_advantages_have_mean_0_and_deviation_1(ranks: Ranks, tmp_path: Path) -> None:
-    (recorded,) = ranks(1, by_hand, str(tmp_path))
+    (recorded,) = ranks(1, rollout_with_inputs, str(tmp_path))
     rows = [
         advantages[mask != 0]
         for columns in recorded["after"]
@@ -180,7 +180,7 @@ def test_rows_are_gathered_in_the_same_order_in_every_layout(ranks: Ranks) -> No
     assert ranks(2, rows_of_two) == [(all_rows, [11, 14], [2.0, 1.0]), (all_rows, [10, 12, 13], [2.0, 1.0])]
 
 
-def test_the_penalty_in_the_reward_is_its_estimator() -> None:
+def test_kl_penalty_in_the_reward_uses_the_configured_estimator() -> None:
     policy, reference = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
     ahead = reference - policy
     for estimator, expected in (("k1", -ahead), ("k2", ahead**2 / 2), ("k3", ahead.exp() - 1 - ahead)):

@@ -34,16 +34,16 @@ def dataset(directory: Path, rows: Any = ROWS) -> Path:
     return path
 
 
-def refuse(sentence: str) -> str:
+def assert_refused(sentence: str) -> str:
     raise ValueError(sentence)
 
 
 def test_the_preflight_reports_all_mistakes_but_none_that_follows_from_another() -> None:
     checks = [
         Check("one", lambda: "fine"),
-        Check("two", lambda: refuse("the second is wrong.")),
-        Check("three", lambda: refuse("never looked at."), after=("one", "two")),
-        Check("four", lambda: refuse("the fourth is wrong.")),
+        Check("two", lambda: assert_refused("the second is wrong.")),
+        Check("three", lambda: assert_refused("never looked at."), after=("one", "two")),
+        Check("four", lambda: assert_refused("the fourth is wrong.")),
     ]
     with pytest.raises(PreflightError) as raised:
         preflight(checks)
@@ -56,9 +56,7 @@ def test_an_internal_error_is_not_reported_as_a_user_error() -> None:
         preflight([Check("ours", lambda: {}["missing"])])
 
 
-def test_a_dry_run_says_what_a_rank_needs_and_touches_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_reports_memory_per_rank_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = dataset(tmp_path)
     arguments = [f"--data.path={data}", f"--run={tmp_path}/run", "--layout=pp=2,tp=2", "--dry-run"]
     assert main(["sft", *arguments, "--fp8=true"]) == 0
@@ -95,7 +93,7 @@ def test_estimated_memory_equals_that_of_an_engine(ranks: Ranks, layout: str) ->
         assert size == pytest.approx(expected, rel=0.02)  # every tensor-parallel rank has all of the small vectors
 
 
-def test_more_than_a_rank_can_hold_is_refused(
+def test_model_that_does_not_fit_on_a_rank_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = dataset(tmp_path)
@@ -119,7 +117,7 @@ def test_more_than_a_rank_can_hold_is_refused(
         ("--selection_bias_rate=0.01", "selection_bias_rate is 0.01, but no router of [*-]{4} has a selection bias."),
     ],
 )
-def test_a_setting_that_this_model_or_machine_cannot_have_is_refused(
+def test_setting_unsupported_by_model_or_machine_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str, message: str
 ) -> None:
     data = dataset(tmp_path)
@@ -177,7 +175,7 @@ GRPO = (
         ("detached", "ValueError: the loss has no gradient: the values that the objective returns do not depend on"),
     ],
 )
-def test_an_objective_that_cannot_be_called_is_a_sentence(
+def test_uncallable_objective_gives_clear_error(
     name: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     objective_file = tmp_path / "mine.py"
@@ -196,7 +194,7 @@ def test_an_objective_that_cannot_be_called_is_a_sentence(
     "recipe",
     ["sft", "dpo", "grpo", "grpo --reference=true", pytest.param("ppo", marks=pytest.mark.thorough), "distill"],
 )
-def test_the_trial_of_an_objective_has_the_columns_of_a_step(recipe: str, tmp_path: Path) -> None:
+def test_trial_call_of_an_objective_has_the_columns_of_a_step(recipe: str, tmp_path: Path) -> None:
     data, columns_file = dataset(tmp_path), tmp_path / "columns"
     (tmp_path / "mine.py").write_text(OBJECTIVES)
     pairs = dataset(tmp_path / "pairs", [{"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"}] * 3)
@@ -225,7 +223,7 @@ def test_the_trial_of_an_objective_has_the_columns_of_a_step(recipe: str, tmp_pa
 
 
 @pytest.mark.thorough  # tests/test_launcher.py starts ranks by torchrun, too
-def test_under_torchrun_one_rank_of_a_machine_speaks(tmp_path: Path) -> None:
+def test_under_torchrun_one_rank_per_machine_reports_errors(tmp_path: Path) -> None:
     data = dataset(tmp_path)
     config = tmp_path / "config.yaml"
     config.write_text(f"data: {{path: {data}}}\nlayout: tp=2\nbudget: 4\nrun: {tmp_path}/run\n")
@@ -247,7 +245,7 @@ def test_under_torchrun_one_rank_of_a_machine_speaks(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_teacher_of_other_tokens_is_refused_with_the_first(tmp_path: Path) -> None:
+def test_teacher_with_another_vocabulary_is_refused_naming_the_first_difference(tmp_path: Path) -> None:
     student = byte_tokenizer()
     for name, vocab in (("same", {}), ("other", {"a": "b", "b": "a"})):
         tokenizer_json = json.loads(student.backend_tokenizer.to_str())

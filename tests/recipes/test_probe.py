@@ -1,4 +1,4 @@
-"""A run whose generator has other weights than the trainer ends in that step, and the same command continues it."""
+"""A run whose generator has other weights than the trainer ends in that step, and can be resumed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from postlude.generate.distributed import SyncedGenerator
 from postlude.generate.probe import WeightsDiffer
 from tests.conftest import Ranks
 from tests.recipes.test_grpo import VARIED_REWARDS, run_and_read_metrics
-from tests.recipes.test_rollout_engine import SHORT, TinyReceiver, TinyVLLM, lost
+from tests.recipes.test_rollout_engine import SHORT, TinyReceiver, TinyVLLM, run_losing_server
 
 pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
 SETTINGS = (*SHORT, *VARIED_REWARDS, "--steps=2")
 QUICK = (*SETTINGS, "--rollout.backoff=0.01")
 
 
-def read_once(server: TinyVLLM) -> None:
-    """It says that it has every version, and reads the first alone."""
+def load_weights_once(server: TinyVLLM) -> None:
+    """Reports every version, but reads only the first weights."""
     read, reads_left = server.read, iter(range(1))
     server.read = lambda directory: None if next(reads_left, None) is None else read(directory)
 
@@ -29,9 +29,9 @@ def read_once(server: TinyVLLM) -> None:
 @pytest.mark.parametrize("sync", ["disk", pytest.param("network", marks=pytest.mark.thorough)])
 def test_a_server_that_keeps_old_weights_ends_the_run_in_that_step(ranks: Ranks, tmp_path: Path, sync: str) -> None:
     with closing(TinyReceiver(tmp_path / "server")) as server:
-        read_once(server)
+        load_weights_once(server)
         chosen = (*QUICK, f"--rollout={server.url}", f"--rollout.sync={sync}")
-        ((outcome, sentence),) = ranks(1, lost, str(tmp_path), *chosen)
+        ((outcome, sentence),) = ranks(1, run_losing_server, str(tmp_path), *chosen)
     assert outcome == "failed"
     problem = "has the weights of optimizer step 0 after it was given those of step 1: its log-probs differ by"
     assert sentence.startswith(f"the only server cannot be used any more: {server.url} {problem}")
@@ -42,8 +42,8 @@ def test_a_server_that_keeps_old_weights_ends_the_run_in_that_step(ranks: Ranks,
     assert all(row["sync/logprob_diff"] < 1e-5 for row in rows)
 
 
-def unsynced(group: Any, directory: str, *overrides: str) -> tuple[str, str]:
-    """As `lost`, with a native generator that keeps its first weights."""
+def run_without_sync(group: Any, directory: str, *overrides: str) -> tuple[str, str]:
+    """Like `lost`, with a native generator that keeps its first weights."""
     sync_weights = SyncedGenerator.sync_weights
 
     def keep(self: SyncedGenerator) -> None:
@@ -56,14 +56,14 @@ def unsynced(group: Any, directory: str, *overrides: str) -> tuple[str, str]:
 
     SyncedGenerator.sync_weights = keep  # type: ignore[method-assign]
     try:
-        return lost(group, directory, *overrides)
+        return run_losing_server(group, directory, *overrides)
     finally:
         SyncedGenerator.sync_weights = sync_weights  # type: ignore[method-assign]
 
 
 @pytest.mark.slow
 def test_a_native_generator_that_keeps_old_weights_ends_the_run_in_that_step(ranks: Ranks, tmp_path: Path) -> None:
-    ((outcome, sentence),) = ranks(1, unsynced, str(tmp_path), *SETTINGS)
+    ((outcome, sentence),) = ranks(1, run_without_sync, str(tmp_path), *SETTINGS)
     assert outcome == "failed"
     assert sentence.startswith("the native generator of rank 0 has the weights of optimizer step 0 after it was given")
     assert "step-000001 is complete" in sentence
@@ -79,9 +79,9 @@ def refused(group: Any, directory: str, *overrides: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_limit_is_set_and_taken_away_in_a_config(ranks: Ranks, tmp_path: Path) -> None:
+def test_probe_limit_is_set_and_disabled_in_a_config(ranks: Ranks, tmp_path: Path) -> None:
     with closing(TinyVLLM()) as server:
-        read_once(server)
+        load_weights_once(server)
         chosen = (*QUICK, f"--rollout={server.url}")
         (rows,) = ranks(1, run_and_read_metrics, str(tmp_path), *chosen, "--rollout.probe_limit=0")
         assert len(rows) == 2

@@ -1,4 +1,4 @@
-"""The report is one file with everything that a run logged; logged text is never taken as markup."""
+"""The report is one file with everything that a run logged; logged text is escaped."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ EVIL = "</script><script>alert('x')</script><img src=https://example.com/x onerr
 
 @pytest.fixture(autouse=True)
 def without_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its files are no part of a report, and ten thousand steps of them take a while."""
+    """Disables TensorBoard, which is no part of a report and slow for ten thousand steps."""
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
 
 
 def example_run(directory: Path, steps: int = 200, *, seed: int = 0, rollouts: int = 32, gain: float = 1.0) -> Path:
-    """Write a plausible GRPO run: rewards rise, answers shorten, one step goes wrong."""
+    """Writes a plausible GRPO run: rewards rise, completions shorten, one step goes wrong."""
     noise = random.Random(seed)
     config = {
         "model": "tiny-dense",
@@ -109,7 +109,7 @@ def _rollout(noise: random.Random, done: float, index: int) -> Sample:
 
 
 class Page(HTMLParser):
-    """Parses a page as a browser does; fails if elements are not nested well."""
+    """Parses a page as a browser does; fails if elements are not properly nested."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def test_every_metric_has_its_curve(tmp_path: Path) -> None:
 
 
 def expert_run(directory: Path, steps: int = 4, layers: int = 2, experts: int = 4) -> Path:
-    """In the last layer expert 0 gets everything, in the others all get the same."""
+    """Writes a run in which expert 0 gets all tokens of the last layer, and other layers are balanced."""
     directory.mkdir(parents=True)
     with RunDirectory(directory) as run:
         for step in range(1, steps + 1):
@@ -175,7 +175,7 @@ def expert_run(directory: Path, steps: int = 4, layers: int = 2, experts: int = 
     return directory
 
 
-def test_load_is_a_heat_map_of_experts_over_steps_for_each_layer(tmp_path: Path) -> None:
+def test_expert_load_is_a_heat_map_per_layer(tmp_path: Path) -> None:
     target = write_report([expert_run(tmp_path / "run")], tmp_path)
     page, text = Page(target), target.read_text()
     assert page.curves == ["loss", "moe/load_max_over_mean"], "layers are rows of a map, and no curves"
@@ -217,7 +217,7 @@ def test_runs_without_experts_or_without_the_file_have_no_heat_maps(tmp_path: Pa
     assert re.findall('data-heat="(.*?)"', write_report([old], tmp_path).read_text()) == ["moe/load_max_over_mean"]
 
 
-def test_it_is_one_file_without_a_network(tmp_path: Path) -> None:
+def test_report_is_one_file_without_external_resources(tmp_path: Path) -> None:
     target = write_report([example_run(tmp_path / "run", steps=20)], tmp_path / "report.html")
     page = Page(target)
     assert page.links == []
@@ -227,12 +227,12 @@ def test_it_is_one_file_without_a_network(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node to read the script")
-def test_the_script_is_read_without_complaint() -> None:
+def test_report_script_is_valid_javascript() -> None:
     script = Path(report.__file__).with_suffix(".js")
     subprocess.run(["node", "--check", str(script)], check=True, capture_output=True, timeout=300)
 
 
-def test_text_stays_text(tmp_path: Path) -> None:
+def test_logged_text_is_escaped(tmp_path: Path) -> None:
     evil = tmp_path / "<b>run"
     tokens = [EVIL, "<i>", "&amp;", '" onclick="alert(1)']
     with open_run(evil, {EVIL: EVIL, "nested": {"<u>": ["<s>", EVIL]}}) as run:
@@ -262,7 +262,7 @@ def test_samples_of_an_earlier_version_show_their_reward_components(tmp_path: Pa
     assert "component 0.25" in Page(write_report([tmp_path / "run"], tmp_path / "report.html")).text
 
 
-def test_two_runs_share_their_curves(tmp_path: Path) -> None:
+def test_two_runs_are_drawn_in_the_same_charts(tmp_path: Path) -> None:
     first = example_run(tmp_path / "a" / "grpo", steps=30)
     second = example_run(tmp_path / "b" / "grpo", steps=50, seed=1, gain=3.0)
     target = write_report([first, second], tmp_path)
@@ -294,7 +294,7 @@ def test_hover_shows_the_values_that_were_logged(tmp_path: Path) -> None:
 
 
 def two_phases(directory: Path, warm: int = 4, steps: int = 6) -> Path:
-    """A warm start whose loss is thousands of times that of what follows."""
+    """Writes a run whose warm start has a loss thousands of times that of the next phase."""
     directory.mkdir(parents=True)
     with RunDirectory(directory) as run:
         for step in range(1, warm + steps + 1):
@@ -315,7 +315,7 @@ def plots(page: str, key: str) -> list[Any]:
     return plot_data
 
 
-def test_no_line_joins_the_losses_of_two_phases(tmp_path: Path) -> None:
+def test_losses_of_two_phases_are_not_joined_by_a_line(tmp_path: Path) -> None:
     page = write_report([two_phases(tmp_path / "run")], tmp_path).read_text()
     warm, main = plots(page, "loss")
     assert warm["runs"][0]["steps"] == [1, 2, 3, 4]
@@ -326,7 +326,7 @@ def test_no_line_joins_the_losses_of_two_phases(tmp_path: Path) -> None:
     assert [len(plots(page, key)) for key in ("eval/reward_mean", "reward_mean", "lr")] == [1, 1, 2]
 
 
-def test_phases_are_bands_behind_what_is_one_thing_throughout(tmp_path: Path) -> None:
+def test_phases_are_bands_behind_curves_that_span_them(tmp_path: Path) -> None:
     page = write_report([two_phases(tmp_path / "run")], tmp_path).read_text()
     figure = page[page.index('data-curve="eval/reward_mean"') :].split("</figure>")[0]
     assert figure.count('class="band') == 2
@@ -337,7 +337,7 @@ def test_phases_are_bands_behind_what_is_one_thing_throughout(tmp_path: Path) ->
     assert 'class="band' not in figure, "these two have other phases at the same step"
 
 
-def test_ticks_tell_values_apart(tmp_path: Path) -> None:
+def test_tick_labels_are_distinct(tmp_path: Path) -> None:
     with RunDirectory(tmp_path) as run:
         for step in range(1, 6):
             close = {"a": 1000 + 1e-4 * step, "b": 1e-9 * step, "c": 123456.0 + step, "d": 0.99999 + 1e-7 * step}
@@ -360,7 +360,7 @@ def test_an_evaluation_has_no_curves(tmp_path: Path) -> None:
         assert word in page.text
 
 
-def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
+def test_several_runs_are_listed_side_by_side(tmp_path: Path) -> None:
     first, second = two_phases(tmp_path / "first"), two_phases(tmp_path / "second", steps=8)
     write_outcome(first, RunOutcome("finished", 10))
     write_outcome(second, RunOutcome("failed", 12, "no reward was left."))
@@ -392,7 +392,7 @@ def test_a_report_of_ten_thousand_steps_is_small(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", ["nothing", "opened", "torn"])
-def test_an_empty_run_says_so(tmp_path: Path, state: str) -> None:
+def test_report_of_an_empty_run(tmp_path: Path, state: str) -> None:
     run = tmp_path / "run"
     run.mkdir()
     if state != "nothing":
@@ -404,7 +404,7 @@ def test_an_empty_run_says_so(tmp_path: Path, state: str) -> None:
     assert page.curves == []
 
 
-def test_an_empty_run_beside_a_full_one(tmp_path: Path) -> None:
+def test_report_of_an_empty_and_a_full_run(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     page = Page(write_report([tmp_path / "empty", example_run(tmp_path / "run", steps=5)], tmp_path / "report.html"))
     assert "empty has no metrics yet" in page.text
@@ -430,7 +430,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_runs_are_drawn(tmp_path: Path, name: str) -> None:
+def test_unusual_runs_are_drawn(tmp_path: Path, name: str) -> None:
     with RunDirectory(tmp_path) as run:
         for step, metrics in ODD[name]:
             run.log(step, metrics, phase="sft")
@@ -441,7 +441,7 @@ def test_odd_runs_are_drawn(tmp_path: Path, name: str) -> None:
     assert not re.search(r'[dxy12]="[^"]*(nan|inf)', target.read_text())
 
 
-def test_long_completions_are_cut(tmp_path: Path) -> None:
+def test_long_completions_are_truncated(tmp_path: Path) -> None:
     count = 50_000
     words = [f" {index}" for index in range(count)]
     with RunDirectory(tmp_path) as run:
@@ -467,7 +467,7 @@ def test_thinning_keeps_every_extreme() -> None:
     assert downsample(series, 9_999) is series
 
 
-def test_smoothing_finds_the_line_under_noise_and_leaves_the_rest_alone() -> None:
+def test_smoothing_removes_noise_and_keeps_other_values() -> None:
     steps = np.arange(1000, dtype=float)
     noisy = steps / 1000 + np.where(steps % 2, 0.5, -0.5)
     actual = smooth(Series(steps, noisy), 150)
@@ -480,13 +480,13 @@ def test_smoothing_finds_the_line_under_noise_and_leaves_the_rest_alone() -> Non
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (-3.7, 12.2), (1e-9, 4e-9), (5, 5), (0, 1e300)])
-def test_ticks_are_few_and_within(low: float, high: float) -> None:
+def test_ticks_are_few_and_within_the_range(low: float, high: float) -> None:
     ticks = Ruler(low, high, 0, 100).ticks(4)
     assert 1 <= len(ticks) <= 9
     assert all(low - 1e-9 * abs(high) <= tick <= high + 1e-9 * abs(high) for tick in ticks)
 
 
-def test_an_onlooker_s_run_leaves_nothing_to_report(tmp_path: Path) -> None:
+def test_read_only_run_logs_nothing(tmp_path: Path) -> None:
     onlooker = ReadOnlyRun(tmp_path)
     onlooker.log(1, {"loss": 1.0}, phase="sft")
     assert "no metrics yet" in Page(write_report([tmp_path], tmp_path / "out.html")).text

@@ -16,7 +16,7 @@ from postlude.recipes.run.config_changes import user_code_hashes
 from postlude.recipes.run.directory import read_metrics, read_record
 from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode, find_checkpoint, parse_step, resume_command
 from tests.conftest import Ranks
-from tests.recipes.test_run import files_of_at_most
+from tests.recipes.test_run import limit_file_size
 
 SMALL = (
     "--budget=128",
@@ -30,15 +30,15 @@ SMALL = (
 
 @pytest.fixture
 def rows(tmp_path: Path) -> str:
-    """Rows to learn from, as an option."""
+    """Returns the option of a dataset to train on."""
     path = tmp_path / "rows.jsonl"
     examples = [{"prompt": f"{number}+1=", "completion": str(number + 1)} for number in range(16)]
     path.write_text("".join(json.dumps(row) + "\n" for row in examples))
     return f"--data.path={path}"
 
 
-def trained(group: Any, run: str, *overrides: str, start_mode: StartMode = RESUME_NEWEST) -> list[dict[str, Any]]:
-    """A run of SFT; its metrics but for what the clock says."""
+def run_sft(group: Any, run: str, *overrides: str, start_mode: StartMode = RESUME_NEWEST) -> list[dict[str, Any]]:
+    """Runs SFT and returns its metrics without times."""
     RECIPES["sft"].run(load(RECIPES["sft"].config, None, [*SMALL, "--run", run, *overrides]), "cpu", start_mode)
     return metrics_of(Path(run))
 
@@ -48,16 +48,16 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 
 def from_step(group: Any, step: int, run: str, *overrides: str) -> list[dict[str, Any]]:
-    return trained(group, run, *overrides, start_mode=StartMode(step))
+    return run_sft(group, run, *overrides, start_mode=StartMode(step))
 
 
 @pytest.mark.slow
-def test_a_new_learning_rate_counts_from_the_step_it_is_given_at(ranks: Ranks, tmp_path: Path, rows: str) -> None:
+def test_new_learning_rate_applies_from_the_resumed_step(ranks: Ranks, tmp_path: Path, rows: str) -> None:
     whole_run, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
-    (expected,) = ranks(1, trained, whole_run, rows, "--steps=4")
-    ranks(1, trained, parts, rows, "--steps=2")
+    (expected,) = ranks(1, run_sft, whole_run, rows, "--steps=4")
+    ranks(1, run_sft, parts, rows, "--steps=2")
     (actual,) = ranks(
-        1, trained, parts, rows, "--steps=4", "--optimizer.lr=1e-2", "--save_every=2", "--keep_checkpoints=1"
+        1, run_sft, parts, rows, "--steps=4", "--optimizer.lr=1e-2", "--save_every=2", "--keep_checkpoints=1"
     )
     assert actual[:2] == expected[:2]
     assert [row["lr"] for row in actual] == [1e-3, 1e-3, 1e-2, 1e-2]
@@ -72,15 +72,15 @@ def test_a_new_learning_rate_counts_from_the_step_it_is_given_at(ranks: Ranks, t
         "keep_checkpoints": [9, 1],
     }
     with pytest.raises(pytest.fail.Exception, match=r"batch_size is 4 there and 8 here.*--from .*/parts/step-000004"):
-        ranks(1, trained, parts, rows, "--steps=4", "--batch_size=8")
+        ranks(1, run_sft, parts, rows, "--steps=4", "--batch_size=8")
     with pytest.raises(pytest.fail.Exception, match="is at step 4 already, but the run ends at step 3"):
-        ranks(1, trained, parts, rows, "--steps=3")
+        ranks(1, run_sft, parts, rows, "--steps=3")
 
 
 @pytest.mark.slow
-def test_going_back_to_an_earlier_checkpoint(ranks: Ranks, tmp_path: Path, rows: str) -> None:
+def test_resume_from_an_earlier_checkpoint(ranks: Ranks, tmp_path: Path, rows: str) -> None:
     run = str(tmp_path / "run")
-    (expected,) = ranks(1, trained, run, rows, "--steps=4")
+    (expected,) = ranks(1, run_sft, run, rows, "--steps=4")
     with pytest.raises(pytest.fail.Exception, match="no checkpoint of step 7; it has step-000001, "):
         ranks(1, from_step, 7, run, rows, "--steps=4")
     (actual,) = ranks(1, from_step, 2, run, rows, "--steps=4")
@@ -91,7 +91,7 @@ def test_going_back_to_an_earlier_checkpoint(ranks: Ranks, tmp_path: Path, rows:
 
 
 @pytest.mark.slow
-def test_a_run_begins_with_the_weights_of_anothers_checkpoint(tmp_path: Path, rows: str) -> None:
+def test_run_starts_from_the_weights_of_another_runs_checkpoint(tmp_path: Path, rows: str) -> None:
     words = ["sft", rows, *SMALL, "--held_out.rows=3", "--held_out.every=1"]
     assert main([*words, "--run", str(tmp_path / "one"), "--steps=2"]) == 0
     second_command = [
@@ -112,16 +112,14 @@ def test_a_run_begins_with_the_weights_of_anothers_checkpoint(tmp_path: Path, ro
 
 
 @pytest.mark.slow
-def test_a_run_that_a_full_disk_ended_resumes_when_there_is_room(
-    tmp_path: Path, rows: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_ended_by_a_full_disk_resumes(tmp_path: Path, rows: str, capsys: pytest.CaptureFixture[str]) -> None:
     def words(name: str, steps: int) -> list[str]:
         return ["sft", "--run", str(tmp_path / name), rows, *SMALL, f"--steps={steps}"]
 
     assert main(words("whole", 3)) == 0
     assert main(words("parts", 1)) == 0
     largest = max(path.stat().st_size for path in (tmp_path / "parts").rglob("*.safetensors"))
-    with files_of_at_most(largest // 2):
+    with limit_file_size(largest // 2):
         assert main(words("parts", 3)) == 1
     message = capsys.readouterr().err.splitlines()[-1]
     assert "after step 2 the run failed: OSError: " in message
@@ -143,7 +141,7 @@ def test_a_run_that_a_full_disk_ended_resumes_when_there_is_room(
         ("--budget=4", "too many for the budget"),
     ],
 )
-def test_a_start_that_fails_leaves_no_directory(
+def test_failed_start_leaves_no_directory(
     tmp_path: Path, rows: str, wrong: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = {part.partition("=")[0]: part for part in (*SMALL, rows, "--steps=1", wrong)}
@@ -152,9 +150,7 @@ def test_a_start_that_fails_leaves_no_directory(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_checkpoint_that_is_not_there_leaves_no_directory(
-    tmp_path: Path, rows: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_checkpoint_leaves_no_directory(tmp_path: Path, rows: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     assert main(["sft", "--run", str(run), rows, *SMALL, "--steps=1", "--resume-from=step-7"]) == 2
     assert f"{run} has no checkpoint of step 7; it has none." in capsys.readouterr().err
@@ -169,7 +165,7 @@ def mine(inputs):
 """
 
 
-def test_changed_code_is_refused_unless_it_is_allowed(
+def test_changed_user_code_is_refused_unless_allowed(
     tmp_path: Path, rows: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     objective_file, run = tmp_path / "mine.py", tmp_path / "run"
@@ -193,7 +189,7 @@ def test_changed_code_is_refused_unless_it_is_allowed(
     assert main([*words, "--steps=4"]) == 0, "what was allowed is the run's own code from then on"
 
 
-def test_the_code_that_a_config_names_is_found_wherever_it_stands(tmp_path: Path) -> None:
+def test_user_code_of_a_config_is_found_from_any_directory(tmp_path: Path) -> None:
     file = tmp_path / "tools.py"
     file.write_text("def one(): ...")
     config = {"environment": {"tools": [f"{file}:one", "math"], "settings": {"judge": f"{file}:two"}}, "run": "a.py:b"}
@@ -218,7 +214,7 @@ def test_the_resume_command(words: list[str], expected: str) -> None:
     assert resume_command(words) == expected
 
 
-def test_names_of_steps_and_checkpoints(tmp_path: Path) -> None:
+def test_steps_and_checkpoints_are_selected_by_name(tmp_path: Path) -> None:
     checkpoint = tmp_path / "run" / "checkpoints" / "step-000100"
     checkpoint.mkdir(parents=True)
     assert [parse_step(text) for text in ("step-100", "step-000100", "100")] == [100, 100, 100]
@@ -233,12 +229,12 @@ def test_names_of_steps_and_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_with_lora_resumes_to_the_bit(ranks: Ranks, tmp_path: Path, rows: str) -> None:
+def test_lora_run_resumes_bit_exactly(ranks: Ranks, tmp_path: Path, rows: str) -> None:
     lora = ("--lora.rank=4", "--lora.alpha=8", "--lora.targets=attention,mlp", "--export=true")
     whole_run, parts = tmp_path / "whole", tmp_path / "parts"
-    (expected,) = ranks(1, trained, str(whole_run), rows, "--steps=3", *lora)
-    ranks(1, trained, str(parts), rows, "--steps=2", *lora)
-    (actual,) = ranks(1, trained, str(parts), rows, "--steps=3", *lora)
+    (expected,) = ranks(1, run_sft, str(whole_run), rows, "--steps=3", *lora)
+    ranks(1, run_sft, str(parts), rows, "--steps=2", *lora)
+    (actual,) = ranks(1, run_sft, str(parts), rows, "--steps=3", *lora)
     assert actual == expected
     for file in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json", "model/model.safetensors"):
         assert (parts / file).read_bytes() == (whole_run / file).read_bytes()

@@ -1,4 +1,4 @@
-"""A reward model: transformers scores what it exports as its engine does, and a policy is rewarded by it."""
+"""A reward model: transformers scores its export as the engine does, and a policy can be trained with it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SEQUENCES = [list(b"2+2=4"), list(b"2+2=five"), list(b"1+1="), list(b"1+1=11!")]
 
 
 def scores(engine: Engine, batch: Batch) -> list[float]:
-    """As `sequence_scores` says of one sequence after the other."""
+    """Returns `sequence_scores` of each sequence."""
     results = []
     for sequence in batch.sequences:
 
@@ -65,7 +65,7 @@ def train_and_export(group: Any, layout: str, hf: dict[str, Any], directory: str
 
 
 @pytest.mark.parametrize(("layout", "tied"), [("pp=2", True), ("dp_shard=2", False)])
-def test_transformers_reads_the_scores_of_an_export(ranks: Ranks, tmp_path: Path, layout: str, tied: bool) -> None:
+def test_transformers_scores_equal_the_export(ranks: Ranks, tmp_path: Path, layout: str, tied: bool) -> None:
     (actual, _) = ranks(2, train_and_export, layout, {"tie_word_embeddings": tied}, str(tmp_path / "model"))
     hf_model, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not info["missing_keys"]
@@ -122,7 +122,7 @@ def test_a_published_reward_model_without_an_output_head_is_read(reward_model: P
         load_model(tmp_path / "transformers")
 
 
-def test_a_completion_that_cannot_be_scored_is_a_failed_call(reward_model: Path) -> None:
+def test_completion_that_cannot_be_scored_fails_its_reward_call(reward_model: Path) -> None:
     (task,) = tasks = tasks_of("1+1=")
     environment = SingleTurn(tasks, ModelReward(str(reward_model), device="cpu", budget=8))
     long, short = environment.reset(task), environment.reset(task)
@@ -140,7 +140,7 @@ def test_a_model_without_a_value_head_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_policy_is_rewarded_by_it(ranks: Ranks, tmp_path: Path, reward_model: Path) -> None:
+def test_policy_trains_with_the_reward_model(ranks: Ranks, tmp_path: Path, reward_model: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{number}+1="}) + "\n" for number in range(8)))
     words = ["grpo", f"--environment.path={rows}", f"--environment.model={reward_model}", "--environment.device=cpu"]

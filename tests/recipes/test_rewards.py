@@ -1,4 +1,4 @@
-"""Rewards and evaluation sets of a run: what is trained on, what is measured, and what is refused."""
+"""Rewards and evaluation sets of a run: what is trained on, measured and refused."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def write_files(place: Path, url: str = "http://127.0.0.1:9/v1") -> Path:
 
 
 def run(group: Any, directory: str) -> tuple[list[dict[str, Any]], set[str], list[list[str]]]:
-    """The metrics of a run, the prompts that it trained on, and those of its sets."""
+    """Returns a run's metrics, its training prompts, and those of its evaluation sets."""
     place = Path(directory)
     with judge_server(lambda body, number: f"Score: {len(body['messages'][0]['content'])}") as server:
         config = load(GRPOConfig, write_files(place, server.url))
@@ -101,8 +101,8 @@ def run(group: Any, directory: str) -> tuple[list[dict[str, Any]], set[str], lis
     return rows, {str(trainer.tasks[index].prompt) for index in indices}, sets
 
 
-def test_sets_have_their_own_tasks_rewards_and_metrics(ranks: Ranks, tmp_path: Path) -> None:
-    """And a reward is the sum of several: of one completion, of a group, of a coroutine and of a judge."""
+def test_evaluation_sets_have_their_own_tasks_rewards_and_metrics(ranks: Ranks, tmp_path: Path) -> None:
+    """The reward is a sum: of one completion, of a group, of a coroutine and of a judge."""
     ((rows, trained, sets),) = ranks(1, run, str(tmp_path))
     for row in rows[1:]:
         parts = {name: row[f"reward/{name}"] for name in WEIGHTS}
@@ -122,7 +122,7 @@ def test_sets_have_their_own_tasks_rewards_and_metrics(ranks: Ranks, tmp_path: P
         assert "eval/pass@2" not in row
 
 
-def test_an_evaluation_has_sets_too(ranks: Ranks, tmp_path: Path) -> None:
+def test_evaluation_command_supports_sets(ranks: Ranks, tmp_path: Path) -> None:
     write_files(tmp_path)
     reward = f"{tmp_path}/functions.py:always"
     config = f"""
@@ -183,8 +183,8 @@ def test_several_samples_at_temperature_0_are_refused_in_an_evaluation() -> None
         load(EvalConfig, None, ["--samples_per_prompt=4"])
 
 
-def test_the_preflight_tries_every_reward_and_every_set(tmp_path: Path) -> None:
-    """The judge cannot be reached, and a function of a set fails: both are reported before a run."""
+def test_preflight_calls_every_reward_and_every_set(tmp_path: Path) -> None:
+    """The judge is unreachable and a set's function fails: both are reported before the run."""
     file = write_files(tmp_path)
     (tmp_path / "functions.py").write_text(FUNCTIONS.replace("return 0.5", "return 'half'"))
     config = load(GRPOConfig, file, ["--environment.rewards.judge.retries=0"])
@@ -194,7 +194,7 @@ def test_the_preflight_tries_every_reward_and_every_set(tmp_path: Path) -> None:
     assert "That was a trial on line 1 of half.jsonl" in str(error.value)
 
 
-def test_a_resumed_run_may_ask_a_judge_elsewhere_but_not_weigh_it_otherwise() -> None:
+def test_resumed_run_may_change_the_judges_address_but_not_its_weight() -> None:
     assert is_covered("environment.rewards.judge.url", MAY_CHANGE)
     assert is_covered("evaluation.sets.math.environment.workers", MAY_CHANGE)
     for path in ("environment.rewards.judge.weight", "environment.rewards.judge", "evaluation.sets.math.solved"):
@@ -212,14 +212,14 @@ def sampled(group: int, reward: float) -> Trajectory:
     return Trajectory(Task("p", {}, "task"), group, Transcript([1]), score=Score(reward), done=True)
 
 
-def test_a_task_is_solved_from_the_threshold_on() -> None:
+def test_task_is_solved_at_or_above_the_threshold() -> None:
     trajectories = [sampled(0, 0.4), sampled(0, 0.7), sampled(1, 0.39), sampled(1, 0.1)]
     for solved, passes in ((0.4, (0.5, 0.5)), (0.5, (0.25, 0.5)), (1.0, (0.0, 0.0)), (0.0, (1.0, 1.0))):
         metrics = evaluation_metrics(trajectories, 2, solved)
         assert (metrics["eval/pass@1"], metrics["eval/pass@2"]) == passes
 
 
-def test_tasks_of_sets_leave_something_to_train_on() -> None:
+def test_evaluation_sets_that_use_all_tasks_are_refused() -> None:
     tasks = [Task(f"{number}", {}, f"line {number}") for number in range(4)]
     with pytest.raises(
         ValueError, match=r"every one of the 4 tasks is held out or has a prompt of evaluation\.sets \(same"
@@ -229,7 +229,7 @@ def test_tasks_of_sets_leave_something_to_train_on() -> None:
     assert [index in evaluated for index in range(4)] == [True, False, False, True]
 
 
-def test_metrics_of_a_set_are_explained() -> None:
+def test_metrics_of_a_set_are_documented() -> None:
     info = explain("eval/math/pass@4")
     assert info is not None
     assert info.title.startswith("math: ")

@@ -1,4 +1,4 @@
-"""Recipes with servers: completions of the newest weights, the same after lost servers, or an error."""
+"""Recipes with servers: completions use the newest weights, also after servers are lost, or the run fails."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
 
 
 class TinyVLLM(FakeVLLM):
-    """Serves a tiny model by the native generator, and reads weights where it is told to."""
+    """Serves a tiny model with the native generator, and loads weights from the given directory."""
 
     def __init__(self, model: str = "tiny-dense", port: int = 0) -> None:
         self.tokenizer = load_tokenizer(model)
@@ -56,7 +56,7 @@ class TinyVLLM(FakeVLLM):
         self.read = lambda directory: setattr(self.generator, "model", load_model(directory))
 
     def broken_reply(self, path: str, body: Any) -> bytes | None:
-        """Counts answers of the run, not those that are compared with the trainer's."""
+        """Counts the run's completions, not those of the weight probe."""
         is_probe = body and body.get("sampling_params", body).get("max_tokens") == 1
         return None if is_probe else super().broken_reply(path, body)
 
@@ -83,7 +83,7 @@ def server() -> Iterator[TinyVLLM]:
 SHORT = ("--warm_start.steps=0", "--evaluation.every=0", "--save_every=0", "--export=false", "--prompts_per_step=2")
 
 
-def lost(group: Any, directory: str, *overrides: str) -> tuple[str, str]:
+def run_losing_server(group: Any, directory: str, *overrides: str) -> tuple[str, str]:
     from postlude.recipes.grpo import run
 
     config = config_of(Path(directory), *overrides)
@@ -95,12 +95,12 @@ def lost(group: Any, directory: str, *overrides: str) -> tuple[str, str]:
 
 @pytest.mark.slow
 def test_grpo_with_a_server_continues_when_a_lost_server_is_back(ranks: Ranks, tmp_path: Path) -> None:
-    """It is killed in the middle of the third step: two are saved, and the third is done when it is there again."""
+    """The server is killed during the third step: two steps are saved, and the third runs when it is back."""
     with closing(TinyVLLM()) as server:
         answers_left = iter(range(15))  # of 6 answers a step
         server.before = lambda: server.kill() if next(answers_left, None) is None else None
         once = ("--rollout.retries=1", "--rollout.backoff=0.01", "--rollout.outage_timeout=0")
-        ((outcome, sentence),) = ranks(1, lost, str(tmp_path), *SHORT, f"--rollout={server.url}", *once)
+        ((outcome, sentence),) = ranks(1, run_losing_server, str(tmp_path), *SHORT, f"--rollout={server.url}", *once)
     assert outcome == "failed"
     assert sentence.startswith(f"the only server does not reply any more: {server.url} cannot be reached")
     assert "step-000002 is complete" in sentence
@@ -117,7 +117,7 @@ def test_grpo_with_a_server_continues_when_a_lost_server_is_back(ranks: Ranks, t
 
 
 class TinyReceiver(TinyVLLM, Receiver):
-    """Takes weights over the network as well, and uses them when it has all."""
+    """Also receives weights over the network, and uses them once all have arrived."""
 
     def __init__(self, room: Path, port: int = 0) -> None:
         self.capacity, self.tensors = room, dict[str, torch.Tensor]()
@@ -135,7 +135,7 @@ class TinyReceiver(TinyVLLM, Receiver):
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_weights_that_are_sent_give_the_run_of_weights_that_are_read(ranks: Ranks, tmp_path: Path) -> None:
+def test_run_with_sent_weights_equals_run_with_weights_from_disk(ranks: Ranks, tmp_path: Path) -> None:
     rows = {}
     for sync in ("disk", "network"):
         with closing(TinyReceiver(tmp_path / f"{sync} server")) as server:
@@ -182,8 +182,8 @@ def test_a_restarted_only_server_gets_weights_in_the_middle_of_a_step(
         assert all(0.0 <= row["rollout_kl"] < 1e-9 for row in rows), "it has the weights that learn"
 
 
-def filled(group: Any, directory: str, *overrides: str) -> tuple[str, str]:
-    """As `lost`, on a disk that is full when the third model is to be written."""
+def run_with_full_disk(group: Any, directory: str, *overrides: str) -> tuple[str, str]:
+    """Like `run_losing_server`, on a disk that is full when the third model is written."""
     writes_left, written, pwrite = iter(range(2)), export.write, os.pwrite
 
     def full(*_: Any) -> int:
@@ -196,16 +196,16 @@ def filled(group: Any, directory: str, *overrides: str) -> tuple[str, str]:
 
     export.write = write
     try:
-        return lost(group, directory, *overrides)
+        return run_losing_server(group, directory, *overrides)
     finally:
         export.write, os.pwrite = written, pwrite
 
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_a_disk_that_is_full_ends_a_run_with_a_sentence_and_loses_nothing(ranks: Ranks, tmp_path: Path) -> None:
+def test_full_disk_ends_a_run_with_clear_error_and_loses_nothing(ranks: Ranks, tmp_path: Path) -> None:
     with closing(TinyVLLM()) as server:
-        ((outcome, sentence),) = ranks(1, filled, str(tmp_path), *SHORT, f"--rollout={server.url}")
+        ((outcome, sentence),) = ranks(1, run_with_full_disk, str(tmp_path), *SHORT, f"--rollout={server.url}")
         assert outcome == "failed"
         assert sentence.startswith(f"weights for servers could not be written below {tmp_path}/run/weights: ")
         assert "No space left on device (os error 28). There must be room for two copies of the weights." in sentence
@@ -216,7 +216,7 @@ def test_a_disk_that_is_full_ends_a_run_with_a_sentence_and_loses_nothing(ranks:
 
 
 @pytest.mark.thorough
-def test_a_run_that_lost_its_server_is_the_run_that_did_not(ranks: Ranks, tmp_path: Path) -> None:
+def test_run_that_lost_a_server_equals_one_that_did_not(ranks: Ranks, tmp_path: Path) -> None:
     whole_run, broken = tmp_path / "whole", tmp_path / "broken"
     whole_run.mkdir()
     broken.mkdir()
@@ -225,7 +225,13 @@ def test_a_run_that_lost_its_server_is_the_run_that_did_not(ranks: Ranks, tmp_pa
         answers_left = iter(range(15))
         server.before = lambda: server.kill() if next(answers_left, None) is None else None
         ranks(
-            1, lost, str(broken), *SHORT, f"--rollout={server.url}", "--rollout.retries=0", "--rollout.outage_timeout=0"
+            1,
+            run_losing_server,
+            str(broken),
+            *SHORT,
+            f"--rollout={server.url}",
+            "--rollout.retries=0",
+            "--rollout.outage_timeout=0",
         )
     with closing(TinyVLLM()) as another:
         (resumed_rows,) = ranks(1, run_and_read_metrics, str(broken), *SHORT, f"--rollout={another.url}")
@@ -234,8 +240,8 @@ def test_a_run_that_lost_its_server_is_the_run_that_did_not(ranks: Ranks, tmp_pa
     assert without_times(actual) == without_times(expected)
 
 
-def killing(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]:
-    """As `run_and_read_metrics`, but a server of the run is killed as soon as its first step is logged."""
+def run_killing_server(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]:
+    """Like `run_and_read_metrics`, but kills a server as soon as the first step is logged."""
     from postlude.serving.launch.launcher import LocalLauncher
 
     processes: list[Any] = []
@@ -260,15 +266,17 @@ def killing(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]
 
 
 @pytest.mark.thorough
-def test_grpo_by_generators_that_it_starts(ranks: Ranks, tmp_path: Path) -> None:
-    """The same answers as of the generator here, and the same again where a server was killed on the way."""
+def test_grpo_with_launched_generators(ranks: Ranks, tmp_path: Path) -> None:
+    """Completions equal the native generator's, also if a server is killed during the run."""
     native_run, server_run, broken = tmp_path / "here", tmp_path / "there", tmp_path / "broken"
     for directory in (native_run, server_run, broken):
         directory.mkdir()
     settings = (*SHORT, *VARIED_REWARDS, "--steps=4")
     (native,) = ranks(1, run_and_read_metrics, str(native_run), *settings)
     (rows,) = ranks(1, run_and_read_metrics, str(server_run), *settings, "--rollout=generators")
-    (interrupted_rows,) = ranks(1, killing, str(broken), *settings, "--rollout=generators", "--rollout.count=2")
+    (interrupted_rows,) = ranks(
+        1, run_killing_server, str(broken), *settings, "--rollout=generators", "--rollout.count=2"
+    )
     for run_rows in (rows, interrupted_rows):
         for row, expected in zip(run_rows, native, strict=True):
             assert 0.0 <= row["rollout_kl"] < 1e-9, "the server has the weights that learn"
@@ -304,7 +312,7 @@ def test_servers_that_cannot_be_started_are_reported_in_the_preflight(tmp_path: 
 
 
 def server_finding(tmp_path: Path, *overrides: str, start: LaunchInfo | None = None, **fields: Any) -> str:
-    """Returns the finding of the preflight about the servers of a GRPO run; `found` are fields of its inputs."""
+    """Returns the preflight finding about the servers of a GRPO run; `found` are fields of its inputs."""
     config = config_of(tmp_path, *overrides)
     compared = config.old_logprobs == "rollout"
     inputs = PreflightInputs(config, start or LaunchInfo(), **fields)
@@ -359,14 +367,14 @@ def test_missing_features_of_a_server_are_reported_in_the_preflight(server: Tiny
     assert "the only server does not reply any more" in server_finding(*arguments)
 
 
-def test_servers_are_known_by_the_models_vocabulary_and_waited_for(tmp_path: Path) -> None:
+def test_servers_are_awaited_and_checked_against_the_models_vocabulary(tmp_path: Path) -> None:
     with closing(connect_servers(config_of(tmp_path, "--rollout=http://localhost:1").rollout, None, 258)) as engine:
         assert engine.pool.servers[0].vocab_size == 258
         assert engine.pool.outage_timeout == 600.0
 
 
 def test_stop_tokens_of_a_recipe_are_found_in_the_tokenizer(tmp_path: Path) -> None:
-    """Ids, or as the tokenizer writes them; what it does not have is refused before the run."""
+    """Ids or token strings; unknown ones are refused before the run."""
     tokenizer = load_tokenizer("tiny-dense")
     config = config_of(tmp_path, "--sampling.stop_tokens=[65, Z]")
     assert config.sampling.stop_ids(tokenizer) == (65, tokenizer.get_vocab()["Z"])
@@ -395,7 +403,7 @@ def test_a_server_with_a_too_short_max_length_is_refused(server: TinyVLLM, tmp_p
     )
 
 
-def test_a_launched_server_has_a_max_length_of_the_budget(tmp_path: Path) -> None:
+def test_launched_server_max_length_equals_the_budget(tmp_path: Path) -> None:
     _, tiny = read_model("tiny-dense")
     model_limit = vllm_max_length(tiny, load_tokenizer("tiny-dense"))
     assert model_limit == 2048
@@ -429,7 +437,7 @@ def test_a_launched_server_has_a_max_length_of_the_budget(tmp_path: Path) -> Non
     )
 
 
-def test_a_vllm_of_the_cpu_leaves_memory_to_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_vllm_leaves_memory_for_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def space(*overrides: str) -> str | None:
         rollout = config_of(tmp_path, "--rollout=vllm", *overrides).rollout
         program = build_server_command(rollout, "m", torch.float32, "cpu", weights=False, budget=64, model_limit=None)
@@ -442,7 +450,7 @@ def test_a_vllm_of_the_cpu_leaves_memory_to_the_trainer(tmp_path: Path, monkeypa
     assert space("--rollout.gpus=0", "--rollout.env={VLLM_CPU_KVCACHE_SPACE: '3'}") == "3"
 
 
-def test_a_vllm_gets_the_revision_of_a_model_on_the_hub(tmp_path: Path) -> None:
+def test_vllm_gets_the_revision_of_a_hub_model(tmp_path: Path) -> None:
     rollout = config_of(tmp_path, "--rollout=vllm").rollout
     for model, names in {"org/m@v2": ["org/m", "--revision", "v2"], str(tmp_path): [str(tmp_path), "--host"]}.items():
         command = build_server_command(
@@ -453,9 +461,7 @@ def test_a_vllm_gets_the_revision_of_a_model_on_the_hub(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "variable"), [("generators", "POSTLUDE_API_KEY"), ("vllm", "VLLM_API_KEY")])
-def test_servers_that_are_started_have_a_key_of_the_run_that_nothing_shows(
-    tmp_path: Path, kind: str, variable: str
-) -> None:
+def test_launched_servers_have_a_secret_key(tmp_path: Path, kind: str, variable: str) -> None:
     rollout = config_of(tmp_path, f"--rollout={kind}").rollout
     commands = [
         build_server_command(rollout, "m", torch.float32, "cpu", weights=True, budget=64, model_limit=None)
@@ -471,7 +477,7 @@ def test_servers_that_are_started_have_a_key_of_the_run_that_nothing_shows(
 
 
 def test_a_launched_server_replies_only_to_its_run(tmp_path: Path) -> None:
-    """The server is here, as the machine that starts it says, and knows the key by its environment alone."""
+    """It listens on this machine, and gets its key from its environment only."""
     rollout = config_of(tmp_path, "--rollout=generators").rollout
     program = build_server_command(rollout, "m", torch.float32, "cpu", weights=True, budget=64, model_limit=None)
     generator = Generator(load_model("tiny-dense"), load_tokenizer("tiny-dense"))
@@ -483,7 +489,7 @@ def test_a_launched_server_replies_only_to_its_run(tmp_path: Path) -> None:
         assert request_json(f"{url}/weights", {"directory": "/", "version": "1"})[0] == 401
 
 
-def test_the_longest_prompt_is_known_of_the_tasks(tmp_path: Path) -> None:
+def test_longest_prompt_is_computed_from_the_tasks(tmp_path: Path) -> None:
     inputs = PreflightInputs(config_of(tmp_path), LaunchInfo())
     encoder, results = Encoder(tokenizer=inputs.tokenizer), inputs.config.sampling
     look_at_tasks(inputs, [Task("1 + 1 ="), Task("1 + 1 + 1 =")], 2, encoder, results, None)
@@ -526,7 +532,9 @@ def evaluated(group: Any, directory: str, *overrides: str) -> dict[str, Any]:
 
 @pytest.mark.thorough  # grpo by a server is tested always
 @pytest.mark.parametrize("size", [1, 2])
-def test_an_evaluation_by_a_server_is_the_native_one(ranks: Ranks, server: TinyVLLM, tmp_path: Path, size: int) -> None:
+def test_evaluation_with_a_server_equals_the_native_one(
+    ranks: Ranks, server: TinyVLLM, tmp_path: Path, size: int
+) -> None:
     common = ("--environment.size=16", "--tasks=6", "--sampling.max_new_tokens=5", "--budget=512")
     native, *_ = ranks(size, evaluated, str(tmp_path / "native"), *common)
     served, *_ = ranks(size, evaluated, str(tmp_path / "served"), *common, f"--rollout={server.url}")
@@ -534,8 +542,8 @@ def test_an_evaluation_by_a_server_is_the_native_one(ranks: Ranks, server: TinyV
 
 
 @pytest.mark.thorough
-def test_an_evaluation_by_generators_that_it_starts_is_the_native_one(ranks: Ranks, tmp_path: Path) -> None:
-    """Several answers a task, drawn: their seeds and numbers mean the same there."""
+def test_evaluation_with_launched_generators_equals_the_native_one(ranks: Ranks, tmp_path: Path) -> None:
+    """Several sampled completions per task: seeds and indices mean the same there."""
     common = ("--environment.size=16", "--tasks=6", "--sampling.max_new_tokens=5", "--budget=512")
     drawn = ("--samples_per_prompt=2", "--sampling.temperature=1")
     native, *_ = ranks(2, evaluated, str(tmp_path / "native"), *common, *drawn)
@@ -570,7 +578,7 @@ def test_distillation_with_a_server_equals_the_native_generator(ranks: Ranks, se
 @pytest.mark.parametrize(
     ("layout", "rollout"), [("tp=2", None), ("pp=2", None), ("dp_shard=2", None), ("pp=2", "generators")]
 )
-def test_grpo_by_a_server_in_other_layouts(
+def test_grpo_with_a_server_in_other_layouts(
     ranks: Ranks, server: TinyVLLM, tmp_path: Path, layout: str, rollout: str | None
 ) -> None:
     rollout_value = rollout or server.url

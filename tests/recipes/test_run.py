@@ -52,14 +52,14 @@ def metrics(step: int) -> dict[str, Any]:
 
 
 def resume(run: RunDirectory) -> Path | None:
-    """Drops what was logged after the newest checkpoint, and returns that."""
+    """Drops what was logged after the newest checkpoint, and returns that checkpoint."""
     newest = ([None, *run.checkpoints()])[-1]
     run.resume_at(-1 if newest is None else checkpoint_step(newest))
     return newest
 
 
 def train(run: RunDirectory, first: int, last: int, *, save_every: int = 4) -> None:
-    """Logs, writes samples and saves, as a recipe does."""
+    """Logs, writes samples and saves like a recipe."""
     for step in range(first, last + 1):
         run.log_layers(step, {"moe/layer_00/load": [0.0, float(step)]})
         run.log(step, metrics(step), phase="sft")
@@ -77,7 +77,7 @@ def save(run: RunDirectory, step: int, *, complete: bool = True) -> Path:
 
 
 def kill(run: RunDirectory) -> None:
-    """End as a killed process does: the system takes back what it held, and no file is closed or removed."""
+    """Ends as a killed process does: locks are released, and no file is closed or removed."""
     assert run._lock is not None
     assert run._lock._file is not None
     run._lock._file.close()
@@ -110,14 +110,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, killed_at: in
     assert not list((tmp_path / "killed").glob(".*"))
 
 
-def test_a_torn_line_is_cut_even_without_resuming(tmp_path: Path) -> None:
+def test_incomplete_last_line_is_removed_without_resuming(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "phase": "sft", "loss": 2.0}\n{"step": 2, "phas')
     with RunDirectory(tmp_path) as run:
         run.log(2, {"loss": 1.0}, phase="sft")
     assert [line["loss"] for line in read_metrics(tmp_path)] == [2.0, 1.0]
 
 
-def test_a_kill_while_lines_are_dropped_leaves_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_while_dropping_lines_keeps_all_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_run(tmp_path, CONFIG) as run:
         train(run, 1, 6)
     before = contents(tmp_path)
@@ -151,8 +151,8 @@ def test_lines_are_strict_json_and_read_back_as_they_were(tmp_path: Path) -> Non
 
 
 @contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """A disk that is full, to whoever writes more than this to a file."""
+def limit_file_size(size: int) -> Iterator[None]:
+    """Simulates a full disk: writing more than this to a file fails."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -161,11 +161,11 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_line_that_does_not_fit_on_the_disk_is_not_there(tmp_path: Path) -> None:
+def test_line_that_does_not_fit_on_the_disk_is_removed(tmp_path: Path) -> None:
     with open_run(tmp_path, CONFIG) as run:
         run.log(1, {"loss": 1.0}, phase="sft")
         before = (tmp_path / "metrics.jsonl").read_bytes()
-        with files_of_at_most(len(before) + 10), pytest.raises(OSError, match=r"metrics.jsonl cannot be written: "):
+        with limit_file_size(len(before) + 10), pytest.raises(OSError, match=r"metrics.jsonl cannot be written: "):
             run.log(2, {"loss": 1.0}, phase="sft")
         assert (tmp_path / "metrics.jsonl").read_bytes() == before
         run.log(2, {"loss": 0.5}, phase="sft")
@@ -199,14 +199,14 @@ def test_a_live_run_without_its_directory_is_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_each_line_is_on_its_way_at_once(tmp_path: Path) -> None:
+def test_each_line_is_flushed_immediately(tmp_path: Path) -> None:
     run = open_run(tmp_path, CONFIG)
     for step in (1, 2, 3):
         run.log(step, {"loss": 0.0}, phase="sft")
         assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == step
 
 
-def test_a_step_never_goes_back(tmp_path: Path) -> None:
+def test_step_that_decreases_is_refused(tmp_path: Path) -> None:
     with open_run(tmp_path, CONFIG) as run:
         run.log(5, {"loss": 1.0}, phase="sft")
         run.log(5, {"eval": {"accuracy": 0.5}}, phase="sft")
@@ -216,13 +216,13 @@ def test_a_step_never_goes_back(tmp_path: Path) -> None:
         run.log(4, {"loss": 1.0}, phase="sft")
 
 
-def test_a_broken_line_is_named(tmp_path: Path) -> None:
+def test_error_names_a_broken_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl line 2 is not an object with a step"):
         RunDirectory(tmp_path).resume_at(1)
 
 
-def test_a_file_that_cannot_be_written_is_named_and_the_old_one_stays(tmp_path: Path) -> None:
+def test_failed_write_names_the_file_and_keeps_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     write_atomic(path, b"old")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -236,7 +236,7 @@ def test_a_file_that_cannot_be_written_is_named_and_the_old_one_stays(tmp_path: 
 
 
 @pytest.mark.parametrize("text", ["[]", '{"starts": 3}', '{"starts": [3]}'])
-def test_a_record_that_is_none_is_named(tmp_path: Path, text: str) -> None:
+def test_invalid_run_record_gives_clear_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(ValueError, match=r"run\.json does not hold the starts of a run; delete it"):
         read_record(tmp_path)
@@ -255,7 +255,9 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
         run.resume_at(100)
 
 
-def test_pruning_keeps_the_newest_and_what_it_does_not_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pruning_keeps_the_newest_checkpoints_and_unknown_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = open_run(tmp_path, CONFIG)
     paths = [save(run, step) for step in (1, 2, 3, 4)]
     unknown = [save(run, 5, complete=False), tmp_path / "checkpoints" / ".step-000006.partial"]
@@ -319,7 +321,7 @@ def test_a_changed_config_is_written_and_the_old_one_is_kept(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("leftover", ["config", "start", "samples", "partial checkpoint", "broken config"])
-def test_a_start_without_a_step_does_not_fix_the_config(tmp_path: Path, leftover: str) -> None:
+def test_config_may_change_before_the_first_step(tmp_path: Path, leftover: str) -> None:
     run = open_run(tmp_path / "run", CONFIG)
     if leftover == "start":
         run.log(0, {"eval/loss": 1.0}, phase="start")
@@ -340,7 +342,7 @@ def test_a_start_without_a_step_does_not_fix_the_config(tmp_path: Path, leftover
     assert contents(tmp_path / "run") == contents(tmp_path / "whole")
 
 
-def test_a_run_of_a_version_without_a_key_resumes_where_it_has_its_default(tmp_path: Path) -> None:
+def test_run_of_an_older_version_resumes_with_the_default_of_a_new_key(tmp_path: Path) -> None:
     defaults = schema.default_values(GRPOConfig)
     assert {"mtp.processor", "dynamic_sampling", "sampling.top_p"} <= defaults.keys()
     old = schema.plain(GRPOConfig(model="tiny-dense", run=tmp_path))
@@ -354,7 +356,7 @@ def test_a_run_of_a_version_without_a_key_resumes_where_it_has_its_default(tmp_p
         assert not run.changed
 
 
-def test_a_broken_config_of_a_run_is_a_sentence(tmp_path: Path) -> None:
+def test_broken_config_of_a_run_gives_clear_error(tmp_path: Path) -> None:
     with open_run(tmp_path, CONFIG) as run:
         train(run, 1, 1)
     (tmp_path / "config.yaml").write_text("a: [")
@@ -362,7 +364,7 @@ def test_a_broken_config_of_a_run_is_a_sentence(tmp_path: Path) -> None:
         open_run(tmp_path, CONFIG)
 
 
-def test_one_process_a_run(tmp_path: Path) -> None:
+def test_second_process_on_a_run_is_refused(tmp_path: Path) -> None:
     with open_run(tmp_path, CONFIG) as run:
         words = rf"{tmp_path} is in use by process {os.getpid()} on .*, since .*\. Wait for it, end it, or give another"
         with pytest.raises(OSError, match=words):
@@ -404,7 +406,7 @@ def test_machine_info_has_commit_host_and_versions(tmp_path: Path, monkeypatch: 
     assert machine_info(torch.device("cpu"))["commit"] == git("rev-parse", "HEAD") + "+"
 
 
-def test_checkpoints_that_are_set_aside_count_no_more_and_stay(tmp_path: Path) -> None:
+def test_checkpoints_set_aside_are_ignored_and_kept(tmp_path: Path) -> None:
     with open_run(tmp_path, CONFIG) as run:
         for _ in range(2):
             train(run, 1, 8)
@@ -420,7 +422,7 @@ def contents_of_config(path: Path) -> str:
     return (path / "config.yaml").read_text()
 
 
-def test_new_empty_and_unrelated_directories_are_fine(tmp_path: Path) -> None:
+def test_new_empty_and_unrelated_directories_are_accepted(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "slurm.out").touch()
@@ -437,8 +439,8 @@ def test_new_empty_and_unrelated_directories_are_fine(tmp_path: Path) -> None:
         open_run(tmp_path / "x", {"bad": object()})
 
 
-def on_a_rank(_: dist.ProcessGroup, path: str) -> tuple[str, str | None, list[str]]:
-    """A recipe's lines, with no word of ranks, and then a refusal."""
+def log_on_rank(_: dist.ProcessGroup, path: str) -> tuple[str, str | None, list[str]]:
+    """Logs like a recipe on any rank, then raises a user error."""
     out = io.StringIO()
     errors = []
     with warnings.catch_warnings():
@@ -463,8 +465,8 @@ def on_a_rank(_: dist.ProcessGroup, path: str) -> tuple[str, str | None, list[st
     return f"{kind} printed {len(out.getvalue().splitlines())}", checkpoint and checkpoint.name, errors
 
 
-def test_only_the_first_rank_writes_and_speaks(ranks: Ranks, tmp_path: Path) -> None:
-    first, second = ranks(2, on_a_rank, str(tmp_path / "run"))
+def test_only_rank_0_writes_and_prints(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(2, log_on_rank, str(tmp_path / "run"))
     assert first[0] == "RunDirectory printed 3"
     assert second[0] == "ReadOnlyRun printed 0"
     assert first[1] == second[1] == "step-000003"
@@ -474,7 +476,7 @@ def test_only_the_first_rank_writes_and_speaks(ranks: Ranks, tmp_path: Path) -> 
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2, 3]
 
 
-def test_an_onlooker_touches_nothing(tmp_path: Path) -> None:
+def test_read_only_run_writes_nothing(tmp_path: Path) -> None:
     with open_run(tmp_path, CONFIG) as run:
         train(run, 1, 8)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
@@ -497,7 +499,7 @@ def test_a_resumed_run_prints_its_step(start: int, expected: str) -> None:
     assert bool(out.getvalue()) == bool(expected)
 
 
-def test_a_view_without_a_terminal_prints_a_line_a_step() -> None:
+def test_live_view_without_a_terminal_prints_one_line_per_step() -> None:
     out = io.StringIO()
     with LiveView(500, console=Console(file=out, width=40)) as view:
         for step in (1, 2):
@@ -508,7 +510,7 @@ def test_a_view_without_a_terminal_prints_a_line_a_step() -> None:
     assert second.startswith("step 2/500")
 
 
-def test_a_view_calls_kl_what_is_measured_from_the_reference() -> None:
+def test_live_view_labels_kl_by_its_reference() -> None:
     out = io.StringIO()
     with LiveView(3, console=Console(file=out, width=200)) as view:
         view.update(1, {"kl_old": 0.25})
@@ -521,7 +523,7 @@ def test_a_view_calls_kl_what_is_measured_from_the_reference() -> None:
     assert "kl to teacher 0.75" in third
 
 
-def test_a_view_on_a_terminal_redraws_seldom_and_shows_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_view_on_a_terminal_limits_redraws_and_shows_every_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TERM", raising=False)
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100, height=30, color_system=None, legacy_windows=False)
@@ -538,7 +540,7 @@ def test_a_view_on_a_terminal_redraws_seldom_and_shows_all(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("width", [20, 60, 200])
-def test_a_view_fits_any_terminal(width: int) -> None:
+def test_live_view_fits_any_terminal_width(width: int) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
     view = LiveView(10, console=console, silent=False)
     for step in (0, 1):
@@ -557,7 +559,7 @@ def test_sparklines_span_their_range() -> None:
     assert sparkline([1.0, math.nan, 1.0], 8) == "▁ ▁"
 
 
-def test_numbers_and_durations_are_short() -> None:
+def test_numbers_and_durations_are_formatted_briefly() -> None:
     assert [format_number(value) for value in (0, 0.5, 1e-6, 51234.5, 1e12, math.inf)] == [
         "0",
         "0.5",

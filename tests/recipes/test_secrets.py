@@ -1,4 +1,4 @@
-"""No secret stands in anything that a run writes or shows, and a run goes on when its secrets are given again."""
+"""No secret is in anything that a run writes or prints, and a run resumes when its secrets are given again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shows_secret(text: str) -> bool:
     return any(secret in text for secret in SECRETS)
 
 
-def test_nothing_that_a_run_writes_holds_a_secret(tmp_path: Path) -> None:
+def test_run_files_contain_no_secret(tmp_path: Path) -> None:
     config = config_of(*WORDS)
     with open_run(tmp_path / "run", plain(config)) as run:
         run.log(1, {"loss": 1.0}, phase="train")
@@ -54,7 +54,7 @@ def test_nothing_that_a_run_writes_holds_a_secret(tmp_path: Path) -> None:
     assert not shows_secret(to_yaml(config, masked=True))
 
 
-def test_a_secret_is_no_change_and_a_setting_beside_it_is(tmp_path: Path) -> None:
+def test_changed_secret_is_not_a_config_change(tmp_path: Path) -> None:
     with open_run(tmp_path / "run", plain(config_of(*WORDS))) as run:
         run.log(1, {"loss": 1.0}, phase="train")
     other_words = [word.replace("secret", "another") for word in WORDS]
@@ -71,7 +71,7 @@ def test_a_secret_is_no_change_and_a_setting_beside_it_is(tmp_path: Path) -> Non
     assert not shows_secret(json.dumps(read_record(tmp_path / "run")))
 
 
-def test_a_config_of_a_run_is_refused_until_its_secrets_are_given_again(tmp_path: Path) -> None:
+def test_resuming_without_secrets_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(config_of(*WORDS[:2]), masked=True))
     with pytest.raises(ValueError, match=r"rollout.env.HF_TOKEN is \*\*\*.* --rollout.env.HF_TOKEN"):

@@ -1,4 +1,4 @@
-"""rollout.share_gpu: the trainer's state is in host memory during every rollout, and no number changes."""
+"""rollout.share_gpu: the trainer's state is in host memory during rollouts, and results do not change."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def judge(prompt, completion, example):
 
 
 def trained(group: Any, run: str, *settings: str) -> tuple[list[dict[str, Any]], int]:
-    """The metrics, and how many polls of completions found the trainer's weights gone, or -1 if some did not."""
+    """Returns metrics, and how many polls found the trainer's weights offloaded, or -1 if some did not."""
     config: Any = load(RECIPES["grpo"].config, None, [*SETTINGS, f"--run={run}", *settings])
     engines: list[Engine] = []
     offloaded: list[bool] = []
@@ -78,7 +78,7 @@ def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "size"), [("", 1), ("dp_shard=2", 2)])
-def test_a_run_that_shares_its_gpu_has_the_same_numbers(ranks: Ranks, layout: str, size: int, tmp_path: Path) -> None:
+def test_run_that_shares_its_gpu_equals_one_that_does_not(ranks: Ranks, layout: str, size: int, tmp_path: Path) -> None:
     rows = [
         {"prompt": f"{first}+{second}=", "answer": str(first + second)} for first in range(4) for second in range(4)
     ]

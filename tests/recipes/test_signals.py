@@ -25,7 +25,7 @@ from postlude.world.signals import SignalForwarding
 
 @pytest.fixture(autouse=True)
 def interruptible() -> Iterator[None]:
-    """A process that a shell started in the background ignores SIGINT, and one that nohup started ignores SIGHUP."""
+    """Restores handlers: background shells ignore SIGINT, and nohup ignores SIGHUP."""
     interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
@@ -48,9 +48,7 @@ def test_two_signals_in_quick_succession_count_as_one(
     assert capfd.readouterr().err.strip() == expected
 
 
-def test_a_terminal_that_hangs_up_asks_as_others_do_and_need_not_hear_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sighup_stops_the_run_even_if_output_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def hung_up(*_: object, **__: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -78,7 +76,7 @@ print("went on", file=sys.stderr)
 """
 
 
-def test_a_reader_of_the_output_that_goes_away_does_not_end_the_run() -> None:
+def test_closed_output_pipe_does_not_end_the_run() -> None:
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
@@ -102,7 +100,7 @@ def test_signals_ignored_by_nohup_stay_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_second_signal_ends_the_process_as_it_always_did(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_signal_has_its_default_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "DUPLICATE_SECONDS", -1.0)
     with StopSignals(verbose=False) as heard:
         signal.raise_signal(signal.SIGTERM)
@@ -111,7 +109,7 @@ def test_a_second_signal_ends_the_process_as_it_always_did(monkeypatch: pytest.M
         assert heard.received == signal.SIGTERM
 
 
-def test_a_rank_whose_launcher_is_gone_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_without_its_launcher_ends_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with StopSignals(verbose=False) as heard:
         monkeypatch.setattr(os, "getppid", lambda: 1)
@@ -125,7 +123,7 @@ def test_a_rank_whose_launcher_is_gone_ends_at_once(monkeypatch: pytest.MonkeyPa
         assert heard.received == signal.SIGINT
 
 
-def test_in_another_thread_signals_stay_as_they_are() -> None:
+def test_signals_are_unchanged_in_another_thread() -> None:
     before = [signal.getsignal(stop_signal) for stop_signal in STOP_SIGNALS]
     handlers = []
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def grpo_run(directory: Path) -> Path:
-    """Two supervised steps, the first evaluation, three steps of GRPO: every number is known."""
+    """Writes two supervised steps, the first evaluation and three GRPO steps with known numbers."""
     with RunDirectory(directory) as run:
         directory.mkdir(exist_ok=True)
         run.log(1, {"loss": 5.0, "skipped_steps": 1.0, "time": {"train": 1.0}}, phase="sft")
@@ -59,7 +59,7 @@ def printed_summary(run: Path) -> str:
     return out.getvalue()
 
 
-def test_every_number_is_the_one_that_was_logged(tmp_path: Path) -> None:
+def test_summary_numbers_equal_the_logged_ones(tmp_path: Path) -> None:
     summary = read_summary(grpo_run(tmp_path / "run"))
     assert summary.phases == ["sft", "grpo"]
     assert summary.score is not None
@@ -79,7 +79,7 @@ def test_every_number_is_the_one_that_was_logged(tmp_path: Path) -> None:
     ]
 
 
-def test_terminal_and_report_say_the_same(tmp_path: Path) -> None:
+def test_terminal_and_report_show_the_same_summary(tmp_path: Path) -> None:
     run = grpo_run(tmp_path / "run")
     page, terminal = write_report([run], run).read_text(), printed_summary(run)
     lines = summary_lines(read_summary(run))
@@ -104,7 +104,7 @@ def test_an_evaluation_is_a_table(tmp_path: Path) -> None:
     assert "skipped" not in terminal
 
 
-def test_no_name_is_cut_in_a_narrow_terminal(tmp_path: Path) -> None:
+def test_names_are_not_truncated_in_a_narrow_terminal(tmp_path: Path) -> None:
     names = [f"a_rather_long_metric_{number}" for number in range(9)]
     with RunDirectory(tmp_path) as run:
         for step in (0, 1, 2):
@@ -129,7 +129,7 @@ def test_a_failure_is_the_first_line_of_the_summary(tmp_path: Path, outcome: Any
     assert read_summary(run).failure == ""
 
 
-def test_an_ending_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_unreadable_ending_json_gives_clear_error(tmp_path: Path) -> None:
     assert read_outcome(tmp_path) is None
     (tmp_path / "ending.json").write_text("{")
     with pytest.raises(ValueError, match=r"ending.json does not say how a run ended"):
@@ -145,7 +145,7 @@ def test_an_ending_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ({"eval/loss": math.nan}, None),
     ],
 )
-def test_the_score_is_what_the_recipe_measures(tmp_path: Path, logged: dict[str, float], metric: str | None) -> None:
+def test_score_is_the_recipes_main_metric(tmp_path: Path, logged: dict[str, float], metric: str | None) -> None:
     with RunDirectory(tmp_path) as run:
         run.log(1, logged, phase="sft")
     score = read_summary(tmp_path).score
@@ -161,7 +161,7 @@ def test_the_best_loss_is_the_smallest(tmp_path: Path) -> None:
     assert (score.best, score.best_step) == (1.0, 1)
 
 
-def test_a_number_has_one_name_while_the_run_continues() -> None:
+def test_live_view_uses_the_names_of_the_summary() -> None:
     out = io.StringIO()
     with LiveView(8, console=Console(file=out, width=100), unit="task") as live:
         live.update(4, {"accuracy": 0.75, "loss": 0.5})
@@ -173,31 +173,31 @@ def test_a_number_has_one_name_while_the_run_continues() -> None:
     st.integers(2, 8),
     st.builds(lambda digit, power: digit * 10.0**power, st.sampled_from((1, 2, 5)), st.integers(-9, 9)),
 )
-def test_no_two_ticks_are_labelled_alike(start: float, count: int, width: float) -> None:
+def test_tick_labels_are_unique(start: float, count: int, width: float) -> None:
     values = [(round(start / width) + index) * width for index in range(count)]
     if len(set(values)) == count:
         assert len(set(tick_labels(values))) == count
 
 
-def test_labels_are_as_short_as_they_can_be() -> None:
+def test_tick_labels_have_minimal_length() -> None:
     assert tick_labels([0.0, 0.5, 1.0]) == ["0", "0.5", "1"]
     assert tick_labels([1000.001, 1000.002]) == ["1000.001", "1000.002"]
     assert tick_labels([5000, 10_000, 15_000]) == ["5000", "10k", "15k"]
     assert tick_labels([1e-4, 1.5e-4]) == ["1.0e-4", "1.5e-4"]
 
 
-def test_a_share_is_never_rounded_to_nothing_or_to_all() -> None:
+def test_fractions_are_not_rounded_to_0_or_100_percent() -> None:
     texts = [format_share(part, 1000).split() for part in (0, 1, 10, 500, 999, 1000)]
     assert [number for number, _ in texts] == ["0", "<1", "1", "50", ">99", "100"]
     assert format_number(0.82031) == "0.8203"
 
 
-def test_the_glossary_is_the_documentation() -> None:
+def test_glossary_equals_the_documentation() -> None:
     written = (ROOT / "docs" / "metrics.md").read_text()
     assert written == glossary(), "run `python -m postlude.recipes.report.metrics > docs/metrics.md`"
 
 
-def test_every_name_is_explained() -> None:
+def test_every_metric_name_is_documented() -> None:
     for name in ("eval/pass@4", "reward/format", "time/train", "eval/kl_forward", "eval/accuracy", *known_metrics()):
         text = explain(name)
         assert text is not None, name
@@ -207,7 +207,7 @@ def test_every_name_is_explained() -> None:
     assert title("mine/own_way") == "mine, own way"
 
 
-def test_a_verdict_is_read_while_the_run_continues(tmp_path: Path) -> None:
+def test_summary_of_a_running_run_ignores_incomplete_lines(tmp_path: Path) -> None:
     assert [fact.text for fact in summary_lines(read_summary(tmp_path))] == ["none"]
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "phase": "sft", "loss": 1.0}) + '\n{"step": 2')
     assert read_summary(tmp_path).step == 1

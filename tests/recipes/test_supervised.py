@@ -1,4 +1,4 @@
-"""SFT, preference training and distillation from files: in every layout, and resumed to the bit."""
+"""SFT, preference training and distillation from files: the same in every layout, and resumed bit-exactly."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def dataset(directory: Path, command: str) -> Path:
-    """Sums: a few conversations, or pairs of a right and a wrong answer."""
+    """Writes sums: a few conversations, or pairs of a right and a wrong completion."""
     numbers = random.Random(0)
     rows: list[dict[str, Any]] = []
     for _ in range(19):
@@ -92,7 +92,7 @@ def trained(group: Any, command: str, directory: str, *overrides: str) -> list[d
 
 
 @pytest.mark.parametrize("command", ["sft", "dpo", "kto", "rm", "distill"])
-def test_a_run_trains_measures_and_leaves_a_model(ranks: Ranks, tmp_path: Path, command: str) -> None:
+def test_run_trains_evaluates_and_exports_a_model(ranks: Ranks, tmp_path: Path, command: str) -> None:
     (rows,) = ranks(1, trained, command, str(tmp_path))
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert [row["phase"] for row in rows] == ["start", *[command] * 4]
@@ -104,7 +104,7 @@ def test_a_run_trains_measures_and_leaves_a_model(ranks: Ranks, tmp_path: Path, 
     assert load_model(tmp_path / "run" / "model").config.vocab_size == 264
 
 
-def test_prompts_are_paired_with_the_completions_of_others() -> None:
+def test_kl_batch_pairs_prompts_with_other_completions() -> None:
     rows = [EncodedSequence([1, 2, 10], [0, 0, 1]), EncodedSequence([3, 20, 21, 22], [0, 1, 0, 1])]
     pairs = unrelated_pairs(rows, budget=4)
     assert [pair.tokens for pair in pairs] == [[1, 2, 20, 21], [3, 10]]
@@ -118,14 +118,14 @@ def test_prompts_are_paired_with_the_completions_of_others() -> None:
         ([1, 1], "every row of .* is desirable"),
     ],
 )
-def test_labels_that_say_nothing_are_refused(tmp_path: Path, labels: list[Any], sentence: str) -> None:
+def test_invalid_labels_are_refused(tmp_path: Path, labels: list[Any], sentence: str) -> None:
     path = write(tmp_path / "rows.jsonl", [{"prompt": "1", "completion": "2", "label": label} for label in labels])
     with pytest.raises(ValueError, match=sentence):
         check_labels([LabelledExamples(path=path)])
 
 
 def rows_with_prompt(rows: list[list[tuple[int, ...]]], prompt: int) -> EncodedRows[Any]:
-    """Rows of one or two sequences as they are kept, where what follows the prompt is learned."""
+    """Returns rows of one or two encoded sequences, trained on after the prompt."""
     sequences = [sequence for row in rows for sequence in row]
     mask = [place >= prompt for sequence in sequences for place in range(len(sequence))]
     tokens = [token for sequence in sequences for token in sequence]
@@ -139,7 +139,7 @@ def rows_with_prompt(rows: list[list[tuple[int, ...]]], prompt: int) -> EncodedR
 
 
 def test_rows_with_a_held_out_prompt_are_not_trained_on() -> None:
-    """Whatever is answered; pairs by their prompt; a row without a prompt, but for a token that begins it, whole."""
+    """For any completion; pairs by their prompt; rows with no prompt but a BOS token by their full text."""
     prompts = [[1, 10 + number % 5] for number in range(20)]
     results = rows_with_prompt([[(*prompt, 30 + place)] for place, prompt in enumerate(prompts)], prompt=2)
     pairs = rows_with_prompt([[(*prompt, 30 + place), (*prompt, 99)] for place, prompt in enumerate(prompts)], prompt=2)
@@ -196,7 +196,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(ranks: Ranks, tmp_path: Path,
     assert actual == expected
 
 
-def test_an_objective_of_the_user(ranks: Ranks, tmp_path: Path) -> None:
+def test_custom_objective(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OBJECTIVE)
     objective_options = ("--objective", f"{tmp_path / 'mine.py'}:unlikelihood", "--objective.settings.scale=2")
     (rows,) = ranks(1, trained, "sft", str(tmp_path), *objective_options)
@@ -233,7 +233,7 @@ def test_a_last_step_that_is_not_finite_fails_the_run_and_keeps_its_weights(rank
 
 
 @pytest.mark.slow
-def test_a_teacher_corrects_the_students_own_completions(ranks: Ranks, tmp_path: Path) -> None:
+def test_on_policy_distillation(ranks: Ranks, tmp_path: Path) -> None:
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": f"{index}+1="} for index in range(12)])
     (tmp_path / "judge.py").write_text(
         "def short(prompt, completion, example):\n    return float(len(completion) < 3)\n"
@@ -267,8 +267,8 @@ def away(inputs):
 """
 
 
-def test_the_teacher_of_adapters_can_be_the_model_below_them(ranks: Ranks, tmp_path: Path) -> None:
-    """It equals a second engine with the same weights, while the adapters change, and needs no second model."""
+def test_base_model_can_be_the_teacher_of_adapters(ranks: Ranks, tmp_path: Path) -> None:
+    """It equals a second engine with the same weights while the adapters change, and needs no second model."""
     (tmp_path / "objective.py").write_text(UNLIKE_TEACHER)
     settings = ("--lora.rank=4", f"--objective={tmp_path / 'objective.py'}:away")
     export_hf(load_model("tiny-dense"), tmp_path / "copy")
@@ -308,7 +308,7 @@ def test_the_teacher_of_adapters_can_be_the_model_below_them(ranks: Ranks, tmp_p
         ([{"prompt": "1", "completion": "2"}] * 3, (), "3 rows are to be held out, but 3 rows have 1 different"),
     ],
 )
-def test_a_dataset_that_cannot_be_trained_on_is_refused_before_the_run(
+def test_invalid_dataset_is_refused_before_the_run(
     ranks: Ranks, tmp_path: Path, rows: list[dict[str, Any]], settings: tuple[str, ...], sentence: str
 ) -> None:
     path = write(tmp_path / "rows.jsonl", rows)
@@ -317,7 +317,7 @@ def test_a_dataset_that_cannot_be_trained_on_is_refused_before_the_run(
 
 
 @pytest.mark.slow
-def test_long_rows_may_be_left_out_or_cut(ranks: Ranks, tmp_path: Path) -> None:
+def test_long_rows_may_be_dropped_or_truncated(ranks: Ranks, tmp_path: Path) -> None:
     rows = [{"text": "12345 " * length} for length in (2, 4, 60, 5, 6, 7)]
     path = write(tmp_path / "rows.jsonl", rows)
     tokens_by_setting = {}

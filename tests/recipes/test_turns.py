@@ -38,8 +38,8 @@ from tests.rollout.functions import talk
 SAMPLES = 2
 
 
-class Recorded:
-    """An engine that remembers what it was asked and what it said."""
+class RecordingEngine:
+    """Records its requests and completions."""
 
     batched_polls = True
 
@@ -68,8 +68,8 @@ class Recorded:
         return finished
 
 
-class Parrot:
-    """An engine without a model: it says a letter."""
+class OneLetterEngine:
+    """An engine without a model, whose completions are one letter."""
 
     def generate(
         self,
@@ -88,7 +88,9 @@ def make_task(**example: Any) -> Task:
     return Task("ask:", example, str(example))
 
 
-def rolled(engine: Any, tasks: list[Task], *, budget: int = 96, workers: int = 2, **settings: Any) -> list[Trajectory]:
+def run_rollout(
+    engine: Any, tasks: list[Task], *, budget: int = 96, workers: int = 2, **settings: Any
+) -> list[Trajectory]:
     environment = MultiTurn(tasks, talk, workers=workers, **{"max_turns": 6, "timeout": 60.0, **settings})
     outputs = SamplingSettings(max_new_tokens=5)
     try:
@@ -101,16 +103,16 @@ def rolled(engine: Any, tasks: list[Task], *, budget: int = 96, workers: int = 2
 
 
 def sampled_and_learned(group: Any, layout: Layout) -> list[Any]:
-    """Conversations with a model, and all that can be off about them."""
+    """Returns conversations with a model, and all differences between sampled and trained tokens."""
     config = BUILTIN["tiny-dense"]()
     config.initializer_range = 0.1
     engine = Engine(config, mesh=mesh(layout), budget=160)
-    recorded = Recorded(SyncedGenerator(engine, byte_tokenizer()))
+    recorded = RecordingEngine(SyncedGenerator(engine, byte_tokenizer()))
     talks = [make_task(turns=turns, length=length) for turns, length in ((1, 3), (2, 1), (4, 9), (3, 2))]
     chats = [
         Task([{"role": "user", "content": "Hi"}], {"turns": 3, "length": 4, "role": role}) for role in ("tool", "")
     ]
-    trajectories = rolled(recorded, [*talks, *chats], budget=160)
+    trajectories = run_rollout(recorded, [*talks, *chats], budget=160)
     scored = engine.logprobs(Batch([trajectory.transcript.tokens for trajectory in trajectories])).logprob
     results = []
     for trajectory, trained in zip(trajectories, scored, strict=True):
@@ -144,7 +146,7 @@ def sampled_and_learned(group: Any, layout: Layout) -> list[Any]:
 @pytest.mark.parametrize(
     "layout", [Layout(), pytest.param(Layout(dp_shard=2), marks=pytest.mark.thorough)], ids=["one", "two"]
 )
-def test_trained_tokens_are_sampled_tokens_turn_after_turn(ranks: Ranks, layout: Layout) -> None:
+def test_trained_tokens_equal_sampled_tokens_in_every_turn(ranks: Ranks, layout: Layout) -> None:
     results = ranks(layout.world_size, sampled_and_learned, layout)[0]
     turns = []
     for tokens, mask, own_turns, completions, off, score in results:
@@ -169,14 +171,14 @@ def test_trained_tokens_are_sampled_tokens_turn_after_turn(ranks: Ranks, layout:
 def faulty(group: Any) -> tuple[list[Any], dict[str, Any]]:
     kinds = ["raise", "none", "object", "no content", "part", "bad role", "die", "hang", "fine"]
     tasks = [make_task(turns=2, length=1, fault=kind) for kind in kinds]
-    trajectories = rolled(SingleRankEngine(Parrot()), tasks, timeout=4.0)
+    trajectories = run_rollout(SingleRankEngine(OneLetterEngine()), tasks, timeout=4.0)
     return [
         (trajectory.task.example["fault"], trajectory.score) for trajectory in trajectories[::SAMPLES]
     ], trajectory_metrics(trajectories)
 
 
 @pytest.mark.slow
-def test_an_environment_that_fails_costs_its_own_episodes(ranks: Ranks) -> None:
+def test_failing_environment_loses_only_its_own_episodes(ranks: Ranks) -> None:
     ((scores, metrics),) = ranks(1, faulty)
     sentences = {
         "raise": "talk failed: RuntimeError: no such tool",
@@ -199,11 +201,11 @@ def test_an_environment_that_fails_costs_its_own_episodes(ranks: Ranks) -> None:
 
 
 def slow_and_fast(group: Any) -> tuple[list[int], list[float]]:
-    engine = Recorded(SingleRankEngine(Parrot()))
+    engine = RecordingEngine(SingleRankEngine(OneLetterEngine()))
     tasks = [make_task(turns=2, length=1, sleep=1.2), *(make_task(turns=4, length=1) for _ in range(3))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conversations, "COLLECT_SECONDS", 0.1)
-        trajectories = rolled(engine, tasks, workers=3)
+        trajectories = run_rollout(engine, tasks, workers=3)
     return [len(call) for call in engine.calls], [trajectory.reward for trajectory in trajectories]
 
 
@@ -217,7 +219,7 @@ def test_a_slow_tool_delays_no_other_episode(ranks: Ranks) -> None:
 def limited(group: Any) -> list[tuple[float, dict[str, float], int]]:
     results = []
     for settings in ({"budget": 28}, {"max_turns": 2, "unfinished_reward": -0.5}):
-        answers = rolled(SingleRankEngine(Parrot()), [make_task(turns=5, length=4)], **settings)
+        answers = run_rollout(SingleRankEngine(OneLetterEngine()), [make_task(turns=5, length=4)], **settings)
         results.append((answers[0].reward, answers[0].components, len(answers[0].completions)))
     return results
 
@@ -245,7 +247,7 @@ class Echo:
 """
 
 
-def test_episodes_and_servers_are_chosen_in_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_episodes_and_servers_are_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "echo.py").write_text(EPISODE)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "go"}\n')
     chosen = ("--environment.kind=episodes", f"--environment.episode={tmp_path / 'echo.py'}:Echo")
@@ -270,7 +272,7 @@ def test_episodes_and_servers_are_chosen_in_a_config(tmp_path: Path, monkeypatch
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_example_of_a_tool_answers_and_scores() -> None:
+def test_example_tool_answers_and_scores() -> None:
     reply = load_callable(str(ROOT / "examples" / "environment.py:reply"))
     for reply_text, heard in {
         "?12+3": "=15;",
@@ -286,7 +288,7 @@ def test_the_example_of_a_tool_answers_and_scores() -> None:
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_the_example_of_a_tool_learns(tmp_path: Path) -> None:
+def test_example_tool_environment_trains(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "postlude", "grpo", "examples/calculator.yaml", "--run", str(tmp_path / "run")]
     subprocess.run(
         [*command, "--loggers=[]", "--export=false"], cwd=ROOT, check=True, timeout=1200, capture_output=True
