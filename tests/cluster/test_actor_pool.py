@@ -23,7 +23,7 @@ from tests.rollout import functions
 from tests.rollout.reward_pool import RewardPool
 from tests.serving.test_server_pool import PROMPTS, THREE, check
 from tests.serving.test_supervisor import FAKE as HERES
-from tests.serving.test_supervisor import QUICK, until
+from tests.serving.test_supervisor import QUICK, wait_until
 
 pytestmark = pytest.mark.slow
 TIMEOUT = 4.0
@@ -117,8 +117,8 @@ def test_server_is_restarted_after_its_actor_is_killed(
         ray.kill(running.actor)
         await_completions(engine, request_ids)
         check(engine)
-        until(lambda: engine.pool.count_up() == 2)
-        until(lambda: not is_reachable(running.url))
+        wait_until(lambda: engine.pool.count_up() == 2)
+        wait_until(lambda: not is_reachable(running.url))
         assert engine.supervisor.restarted == 1
         assert f"{running.url} was lost with its actor: it was killed by `ray.kill`. It is restarted" in caplog.text
         urls = [server.url for server in engine.pool.servers]

@@ -29,7 +29,7 @@ from postlude.serving.launch import supervisor
 from postlude.serving.launch.launcher import ServerCommand
 from postlude.serving.launch.supervisor import ServerSupervisor
 from tests.cluster.conftest import QUIET
-from tests.serving.test_supervisor import saying, until
+from tests.serving.test_supervisor import server_command, wait_until
 
 
 class FakeRay:
@@ -182,14 +182,14 @@ def test_server_shares_gpu_with_rank(tmp_path: Path) -> None:
             ranks = RankActors(ResourceNeeds(1, 1.0, 0.6), lambda: None, 300.0)
             nodes = RayLauncher(tmp_path)
             program = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(900)"
-            beside = nodes.start(saying(program, gpus=0.4))
-            until(lambda: beside.exit_reason() is None and beside.url, 300.0)
-            another = nodes.start(saying(program, gpus=0.4))
-            until(lambda: (tmp_path / "0" / "0.log").read_text() == "0\n")
+            beside = nodes.start(server_command(program, gpus=0.4))
+            wait_until(lambda: beside.exit_reason() is None and beside.url, 300.0)
+            another = nodes.start(server_command(program, gpus=0.4))
+            wait_until(lambda: (tmp_path / "0" / "0.log").read_text() == "0\n")
             time.sleep(1.0)
             assert (another.exit_reason(), another.url) == (None, ""), "no room for a third share"
             ranks.stop()
-            until(lambda: another.exit_reason() is None and another.url, 300.0)
+            wait_until(lambda: another.exit_reason() is None and another.url, 300.0)
             beside.stop()
             another.stop()
         finally:

@@ -26,7 +26,7 @@ from tests.cluster.test_rank_actors import run_grpo
 from tests.recipes.test_killed import logged_files, place
 from tests.rollout import functions
 from tests.serving.test_server_pool import PROMPTS, THREE, check
-from tests.serving.test_supervisor import QUICK, until
+from tests.serving.test_supervisor import QUICK, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 __all__ = ["place"]  # a fixture
@@ -95,7 +95,7 @@ def test_server_on_killed_node_restarts_on_another_node(tmp_path: Path) -> None:
         request_ids = {engine.submit(Request(tuple(prompt), THREE)) for prompt in PROMPTS}
         cluster.remove_node(node_with_actor(cluster, b"ServerActor"), allow_graceful=False)
         await_completions(engine, request_ids)
-        until(lambda: engine.supervisor.restarted and engine.pool.count_up() == 2, 120.0)
+        wait_until(lambda: engine.supervisor.restarted and engine.pool.count_up() == 2, 120.0)
         check(engine)
 
 
@@ -105,7 +105,7 @@ def test_ranks_on_killed_node_restart_on_another_node(place: Path, caplog: pytes
     with start_cluster(0, 1, 1, 1) as cluster:
 
         def kill_node() -> None:
-            until(lambda: len(logged_files(place / "parts")["metrics"]) >= 6, 100.0)
+            wait_until(lambda: len(logged_files(place / "parts")["metrics"]) >= 6, 100.0)
             cluster.remove_node(node_with_actor(cluster, b"RankActor"), allow_graceful=False)
 
         thread = threading.Thread(target=kill_node)

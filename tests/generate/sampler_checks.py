@@ -13,8 +13,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize("vocab", [264, 5000, 20000])  # 20,000 have enough blocks for a shortlist
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("filtered", [False, True])
-def test_kernels_draw_what_torch_draws(vocab: int, dtype: torch.dtype, filtered: bool) -> None:
-    """Rows in any order, greedy and not, some idle, some at their last token, from all tokens or fewer."""
+def test_kernels_sample_the_same_tokens_as_torch(vocab: int, dtype: torch.dtype, filtered: bool) -> None:
+    """Rows in any order, greedy and sampled, some idle, some at their last token, from all tokens or fewer."""
     generator = torch.Generator().manual_seed(vocab)
     size, count = 40, 24
     states = []
@@ -60,7 +60,7 @@ def test_equal_logits_that_no_shortlist_has_room_for_are_all_kept() -> None:
     torch.testing.assert_close(states[0].results, states[1].results, rtol=0, atol=1e-5)
 
 
-def test_logits_that_are_not_numbers_are_told_and_give_a_token_of_the_vocabulary() -> None:
+def test_nan_logits_are_reported_and_give_a_valid_token() -> None:
     for heat in (0.0, 1.0):
         state = DecodeRows(2, 8, torch.device(DEVICE))
         state.numbers[LENGTH], state.numbers[LIMIT], state.settings[0] = 3, 9, heat

@@ -1,4 +1,4 @@
-"""A generator with named adapters samples what a model that was built with them scores, and what a merged one does."""
+"""A generator with named adapters equals a model built with them, and the merged model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BOTH = pytest.mark.parametrize("generator_type", [EagerGenerator, GraphGenerator
 
 
 def adapted(config: ModelConfig, lora: LoRA, seed: int = 1) -> LanguageModel:
-    """A model with adapters whose B is not zero."""
+    """Returns a model with adapters whose B is not zero."""
     model = LanguageModel(config, adapters=adapter_configs(lora, config, None))
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -54,8 +54,8 @@ def base_of(model: LanguageModel) -> LanguageModel:
     return base
 
 
-def scored_apart(model: LanguageModel, prompt_list: list[list[int]], answered: list[list[Completion]]) -> float:
-    """The largest difference between the log-probs of completions and those of a forward of `model`."""
+def logprob_difference(model: LanguageModel, prompt_list: list[list[int]], answered: list[list[Completion]]) -> float:
+    """Returns the largest difference between log-probs of completions and a forward of `model`."""
     expected = teacher_forced(model, prompt_list, answered)
     completions = [completion for group in answered for completion in group]
     return max(
@@ -69,15 +69,15 @@ def scored_apart(model: LanguageModel, prompt_list: list[list[int]], answered: l
     [(pattern, "shared_outer") for pattern in PATTERNS]
     + [(pattern, "per_expert") for pattern in PATTERNS if "E" in pattern],
 )
-def test_log_probs_are_those_of_a_model_built_with_the_adapter(pattern: str, experts: Any) -> None:
+def test_log_probs_equal_a_model_built_with_the_adapter(pattern: str, experts: Any) -> None:
     lora = LoRA(rank=3, alpha=5.0, experts=experts, ranks={} if "*" not in pattern else {"q_proj": 5})
     model = adapted(small_config(pattern), lora)
     prompt_list = prompts(VOCABULARY, (5, 1, 9))
     generator = Generator(base_of(model))
     generator.load_adapter("one", *named(model, lora))
     answered = generator.generate(prompt_list, GREEDY, adapter="one")
-    assert scored_apart(model, prompt_list, answered) < 1e-5
-    assert scored_apart(generator.model, prompt_list, answered) > 1e-2
+    assert logprob_difference(model, prompt_list, answered) < 1e-5
+    assert logprob_difference(generator.model, prompt_list, answered) > 1e-2
 
 
 @BOTH
@@ -88,8 +88,8 @@ def test_routers_embedding_and_head_have_adapters_too(generator_type: type[Gener
         generator, prompt_list = generator_type(base_of(model)), prompts(VOCABULARY, (5, 1, 9))
         generator.load_adapter("one", *named(model, lora))
         answered = generator.generate(prompt_list, GREEDY, adapter="one")
-        assert scored_apart(model, prompt_list, answered) < 1e-5
-        assert scored_apart(generator.model, prompt_list, answered) > 1e-4, target
+        assert logprob_difference(model, prompt_list, answered) < 1e-5
+        assert logprob_difference(generator.model, prompt_list, answered) > 1e-4, target
 
 
 @pytest.mark.parametrize("targets", ["router,q_proj", "head", "embedding"])
@@ -100,12 +100,12 @@ def test_router_head_and_embedding_have_adapters_too(targets: str) -> None:
     generator = Generator(base_of(model))
     generator.load_adapter("one", *named(model, lora))
     answered = generator.generate(prompt_list, GREEDY, adapter="one")
-    assert scored_apart(model, prompt_list, answered) < 1e-5
-    assert scored_apart(generator.model, prompt_list, answered) > 1e-2
+    assert logprob_difference(model, prompt_list, answered) < 1e-5
+    assert logprob_difference(generator.model, prompt_list, answered) > 1e-2
 
 
 @BOTH
-def test_a_call_names_its_adapter_and_the_base_stays(generator_type: type[Generator]) -> None:
+def test_each_call_selects_its_adapter_and_the_base_is_unchanged(generator_type: type[Generator]) -> None:
     """Adapters of different rank, targets and scale; one is replaced, one removed."""
     config = small_config("[*-][*E]")
     loras = {
@@ -122,7 +122,9 @@ def test_a_call_names_its_adapter_and_the_base_stays(generator_type: type[Genera
     plain = generator.generate(prompt_list, GREEDY)
     moved = {name: tensor.data_ptr() for name, tensor in base.state_dict().items()}  # a first call may fuse weights
     for name in ("all", "attention", "other", "all"):
-        assert scored_apart(models[name], prompt_list, generator.generate(prompt_list, GREEDY, adapter=name)) < 1e-5
+        assert (
+            logprob_difference(models[name], prompt_list, generator.generate(prompt_list, GREEDY, adapter=name)) < 1e-5
+        )
     assert generator.generate(prompt_list, GREEDY) == plain
 
     replacement = adapted(config, loras["all"], seed=7)
@@ -131,7 +133,7 @@ def test_a_call_names_its_adapter_and_the_base_stays(generator_type: type[Genera
     generator.load_adapter("all", *named(replacement, loras["all"]))
     assert generator.adapters._loaded["all"].slot is slot
     assert slot.values.data_ptr() == address
-    assert scored_apart(replacement, prompt_list, generator.generate(prompt_list, GREEDY, adapter="all")) < 1e-5
+    assert logprob_difference(replacement, prompt_list, generator.generate(prompt_list, GREEDY, adapter="all")) < 1e-5
     generator.remove_adapter("other")
     with pytest.raises(ValueError, match="adapter 'other' is not loaded; there are 'all', 'attention'"):
         generator.generate(prompt_list, GREEDY, adapter="other")
@@ -142,7 +144,7 @@ def test_a_call_names_its_adapter_and_the_base_stays(generator_type: type[Genera
 
 
 def test_an_adapter_of_the_same_shape_uses_the_same_memory() -> None:
-    """So that a CUDA graph that reads it is valid for both."""
+    """A captured CUDA graph that reads it stays valid."""
     config, lora = small_config("[*-]"), LoRA(rank=4)
     generator = Generator(base_of(adapted(config, lora)))
     for name, rank in (("one", 4), ("two", 7), ("wider", 17)):
@@ -185,7 +187,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing() -> None:
         Generator(model).load_adapter("one", configs, pairs)
 
 
-class HalfOfTheQuery:
+class FakeAttention:
     """Attention that needs no cache."""
 
     def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, scores: Any) -> Tensor:
@@ -194,8 +196,8 @@ class HalfOfTheQuery:
 
 @pytest.mark.parametrize("targets", ["all", "q_proj,v_proj,up_proj"])
 @torch.no_grad()
-def test_fused_decoding_of_an_adapted_block_is_the_block(targets: str) -> None:
-    """What a GPU runs; layers of a fused projection without an adapter have one of zeros."""
+def test_fused_decoding_of_an_adapted_block_equals_the_block(targets: str) -> None:
+    """The GPU path; layers of a fused projection without an adapter get one of zeros."""
     lora = LoRA(rank=3, alpha=5.0, targets=targets, ranks={"q_proj": 5})
     model = adapted(small_config("[*-]"), lora)
     generator = Generator(base_of(model))
@@ -205,7 +207,7 @@ def test_fused_decoding_of_an_adapted_block_is_the_block(targets: str) -> None:
             fuse_weights(layers)
     generator.adapters.activate("one")
     (microbatch,) = pack([torch.arange(7)], budget=64)
-    context: Any = ForwardContext(microbatch, generator.model.mesh, decode_state=HalfOfTheQuery())  # type: ignore[arg-type]
+    context: Any = ForwardContext(microbatch, generator.model.mesh, decode_state=FakeAttention())  # type: ignore[arg-type]
     hidden = torch.randn(7, 16, generator=torch.Generator().manual_seed(0))
     for block, expected in zip(generator.model.blocks, model.blocks, strict=True):
         norm = Norm(block.norm.weight, block.norm.eps, block.norm.offset)
@@ -235,7 +237,7 @@ def test_requests_of_one_session_name_their_adapters(generator_type: type[Genera
     for result in finished:
         name, prompt = request_ids[result.request_id]
         assert result.completion is not None
-        assert scored_apart(models_of[name], [prompt], [[result.completion]]) < 1e-5
+        assert logprob_difference(models_of[name], [prompt], [[result.completion]]) < 1e-5
     with pytest.raises(ValueError, match="adapter 'three' is not loaded"):
         session.add(Request((1,), GREEDY, adapter="three"))
 
@@ -283,7 +285,7 @@ def generated(group: Any, layout: Layout, pattern: str, lora: LoRA) -> list[list
 
 
 @pytest.mark.parametrize("pattern", ["[*-][*E]", pytest.param("[+-][G-][M-]", marks=pytest.mark.slow)])
-def test_tensor_parallel_ranks_load_their_parts(ranks: Any, pattern: str) -> None:
+def test_tensor_parallel_ranks_load_their_adapter_shards(ranks: Any, pattern: str) -> None:
     lora = LoRA(rank=3, alpha=5.0)
     expected = ranks(1, generated, Layout(), pattern, lora)[0]
     for actual in ranks(2, generated, Layout(tp=2), pattern, lora):

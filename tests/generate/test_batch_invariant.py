@@ -1,4 +1,4 @@
-"""In the batch-invariant mode a completion has the same bits in every batch, and its log-probs are the trainer's."""
+"""Batch-invariant mode: a completion is bit-identical in every batch, and its log-probs equal the trainer's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GPU = pytest.mark.gpu
 
 
 def qwen3(layers: int = 28) -> Any:
-    """The shape of Qwen3-0.6B, with random weights, wide enough that some tokens are likelier than others."""
+    """The shape of Qwen3-0.6B with random weights, large enough that some tokens are likelier than others."""
     from transformers import Qwen3Config
 
     return Qwen3Config(
@@ -59,7 +59,7 @@ def model_of(source: Any, device: str, dtype: torch.dtype, *, batch_invariant: b
 
 
 def requests(count: int, longest: int, vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts and completions of uneven lengths, each with a seed and a temperature of its own."""
+    """Returns prompts and completions of uneven lengths, each with its own seed and temperature."""
     source = random.Random(0)
     prompts = [[source.randrange(vocab_size) for _ in range(source.randrange(1, longest))] for _ in range(count)]
     lengths = [source.randrange(1, longest) for _ in prompts]
@@ -74,7 +74,7 @@ def bits(groups: list[list[Completion]]) -> list[tuple[list[int], list[float]]]:
 
 
 def diverging(actual: list[list[Completion]], expected: list[list[Completion]]) -> dict[str, float]:
-    """The share of tokens from the first other token of a completion on, and of other log-probs before it."""
+    """Returns the fraction of tokens from the first differing token on, and of differing log-probs before it."""
     tokens = other_tokens = shared = other_logprobs = 0
     for (actual_tokens, logprobs), (expected_tokens, expected_logprobs) in zip(
         bits(actual), bits(expected), strict=True
@@ -102,7 +102,7 @@ def diverging(actual: list[list[Completion]], expected: list[list[Completion]]) 
         (EagerGenerator, "tiny-moe", torch.bfloat16),
     ],
 )
-def test_on_a_cpu_a_completion_has_the_same_bits_in_every_batch(
+def test_completion_is_bit_identical_in_every_batch_on_cpu(
     kind: type[Generator], name: str, dtype: torch.dtype
 ) -> None:
     model = model_of(config(name, num_hidden_layers=2), "cpu", dtype)
@@ -117,7 +117,7 @@ def test_on_a_cpu_a_completion_has_the_same_bits_in_every_batch(
 
 
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe"])
-def test_on_a_cpu_the_log_probs_are_the_trainers_to_the_bit(name: str) -> None:
+def test_log_probs_are_bit_identical_to_the_trainer_on_cpu(name: str) -> None:
     compare_with_trainer(config(name, num_hidden_layers=2), "cpu", torch.bfloat16, requests(6, 14, 256), budget=64)
 
 
@@ -145,7 +145,7 @@ def compare_with_trainer(
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_gradients_are_the_ordinary_ones_with_every_recompute(recompute: Recompute) -> None:
+def test_gradients_equal_those_without_the_mode_with_every_recompute(recompute: Recompute) -> None:
     gradients = []
     batch = Batch([torch.randint(256, (length,)) for length in (5, 9, 12)], {})
     for batch_invariant in (False, True):
@@ -182,8 +182,8 @@ def test_an_engine_with_adapters_is_refused() -> None:
 @GPU
 @pytest.mark.parametrize("source", [qwen3, qwen3_moe])
 @pytest.mark.parametrize("batch_invariant", [True, False], ids=["batch_invariant", "ordinary"])
-def test_on_a_gpu_a_completion_has_the_same_bits_in_every_batch(source: Any, batch_invariant: bool) -> None:
-    """Alone, among others, with other prompts prefilled beside it; and without the mode this differs."""
+def test_completion_is_bit_identical_in_every_batch_on_gpu(source: Any, batch_invariant: bool) -> None:
+    """Alone, among others, and next to the prefill of other prompts; without the mode it differs."""
     model = model_of(source(), "cuda", torch.bfloat16, batch_invariant=batch_invariant)
     prompts, samplings = requests(201, 120, 151936)
     chosen, generator = (0, 1, 2, 77, 200), Generator(model)
@@ -208,12 +208,12 @@ def test_on_a_gpu_a_completion_has_the_same_bits_in_every_batch(source: Any, bat
 
 @GPU
 @pytest.mark.parametrize("source", [qwen3, qwen3_moe])
-def test_on_a_gpu_in_bf16_the_log_probs_are_the_trainers_to_the_bit(source: Any) -> None:
+def test_bf16_log_probs_are_bit_identical_to_the_trainer_on_gpu(source: Any) -> None:
     compare_with_trainer(source(), "cuda", torch.bfloat16, requests(64, 300, 151936), budget=8192)
 
 
 @GPU
-def test_on_a_gpu_gradients_are_the_ordinary_ones_to_bf16_rounding() -> None:
+def test_gradients_equal_those_without_the_mode_to_bf16_rounding_on_gpu() -> None:
     """bf16 keeps 8 bits, and rounding adds up over four layers: 2e-2 of the norm."""
     gradients = []
     generator = torch.Generator().manual_seed(0)

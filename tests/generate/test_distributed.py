@@ -40,7 +40,7 @@ def results(group: Any, layout: Layout) -> tuple[list[Any], float]:
 
 
 def synced_adapter(group: Any) -> tuple[bool, bool, float]:
-    """Whether a second copy left the model's weights, and how far log-probs are from the engine's."""
+    """Returns whether a second sync left the model's weights in place, and the log-prob difference to the engine."""
     engine = Engine(BUILTIN["tiny-dense"](), mesh=mesh(Layout()), budget=64, lora=LoRA(rank=4), optimizer=AdamW(lr=0.1))
     generator = SyncedGenerator(engine, byte_tokenizer())
     generator.sync_weights()
@@ -62,7 +62,7 @@ def synced_adapter(group: Any) -> tuple[bool, bool, float]:
     return base_unchanged, in_place, float((scores - torch.tensor(answer.logprobs)).abs().max())
 
 
-def test_only_the_adapter_is_copied_after_the_first_time(ranks: Any) -> None:
+def test_only_the_adapter_is_copied_after_the_first_sync(ranks: Any) -> None:
     ((base_unchanged, in_place, off),) = ranks(1, synced_adapter)
     assert base_unchanged
     assert in_place

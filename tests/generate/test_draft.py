@@ -25,7 +25,7 @@ from postlude.hf.read_model import read_model
 from postlude.model import OutputInputs
 from postlude.model.pattern import Pattern
 from postlude.ops.paged_attention import PAGE_SIZE
-from tests.generate.test_sampler import surprise
+from tests.generate.test_sampler import chi_square_score
 from tests.generate.test_scheduler import EagerGenerator, GraphGenerator, hybrid, uneven
 from tests.model.small import small_model
 
@@ -71,7 +71,7 @@ def rate(completions: list[list[Completion]]) -> float:
 
 
 @pytest.mark.parametrize("sampling_name", SAMPLINGS)
-def test_completions_are_those_without_drafts(model: LanguageModel, sampling_name: str) -> None:
+def test_completions_equal_those_without_drafts(model: LanguageModel, sampling_name: str) -> None:
     prompt_list = prompts(model)
     free = Generator(model).generate(prompt_list, [SAMPLINGS[sampling_name]] * len(prompt_list))
     sampling = [
@@ -90,10 +90,10 @@ def test_completions_are_those_without_drafts(model: LanguageModel, sampling_nam
 
 
 @pytest.mark.parametrize("sampling_name", [pytest.param("greedy", marks=pytest.mark.thorough), "sampled"])
-def test_recorded_completions_are_those_without_drafts(
+def test_graph_completions_equal_those_without_drafts(
     paged_model: LanguageModel, sampling_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows join and leave at any time, prompts end at any place of a page, and steps of idle rows change nothing."""
+    """Rows join and leave at any time, prompts end anywhere in a page, and steps of idle rows change nothing."""
     model = paged_model
     prompt_list = prompts(model, (*LENGTHS, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 2 * PAGE_SIZE))
     sampling = [replace(SAMPLINGS[sampling_name], max_new_tokens=1 + 3 * place) for place in range(len(prompt_list))]
@@ -124,7 +124,7 @@ def test_recorded_completions_are_those_without_drafts(
     assert 0.0 < rate(actual) < 1.0
 
 
-def test_recorded_completions_that_are_preempted_continue_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preempted_graph_completions_continue_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     model, preempted = small_model(RECORDED_HYBRID), []
     prompt_list = prompts(model, [PAGE_SIZE - 9] * 4 + [PAGE_SIZE + 1])
     sampling = replace(SAMPLINGS["sampled"], max_new_tokens=20)
@@ -140,7 +140,7 @@ def test_recorded_completions_that_are_preempted_continue_unchanged(monkeypatch:
 @pytest.mark.gpu
 @pytest.mark.parametrize("sampling_name", SAMPLINGS)
 @pytest.mark.parametrize("pattern", ["[*-]{2}/[*-]", "[M-][G-][S-][*-]/[*-]", "[*-]/[M-][G-]"])
-def test_on_a_gpu_recorded_completions_are_those_without_drafts(pattern: str, sampling_name: str) -> None:
+def test_graph_completions_equal_those_without_drafts_on_gpu(pattern: str, sampling_name: str) -> None:
     model = hybrid(pattern).to("cuda")
     prompt_list, sampling = uneven(
         12, 90, temperature=SAMPLINGS[sampling_name].temperature, stop_tokens=tuple(range(0, 256, 9))
@@ -160,8 +160,8 @@ def test_on_a_gpu_recorded_completions_are_those_without_drafts(pattern: str, sa
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_recorded_completions_in_the_batch_invariant_mode_are_those_without_drafts_to_the_bit() -> None:
-    """Of experts too, in bf16: tokens, log-probs and the experts of every token."""
+def test_batch_invariant_graph_completions_are_bit_identical_without_drafts_on_gpu() -> None:
+    """Also with experts in bf16: tokens, log-probs and the experts of every token."""
     config = replace(read_model("tiny-moe")[1], pattern=Pattern.parse("[*E]{2}/[*E]"))
     with torch.device("cuda"):
         model = LanguageModel(config, dtype=torch.bfloat16, batch_invariant=True)
@@ -241,7 +241,7 @@ def depth_logits(model: LanguageModel, tokens: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("sampling_name", [pytest.param("greedy", marks=pytest.mark.thorough), "sampled"])
 @WAYS
-def test_guesses_are_those_of_the_depth_with_the_draws_own_noise(
+def test_drafts_equal_the_mtp_depth_sampled_with_the_same_noise(
     generator_type: type[Generator], model: LanguageModel, sampling_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if generator_type is GraphGenerator and "+" in str(model.config.pattern):
@@ -278,7 +278,7 @@ def test_guesses_are_those_of_the_depth_with_the_draws_own_noise(
 
 
 def agreeing(pattern: str, sign: float) -> LanguageModel:
-    """A model whose next token depends on the newest alone, and a depth that says the same or the opposite."""
+    """Returns a model whose next token depends only on the newest, and a depth that agrees with it or not."""
     model = small_model(pattern)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -300,7 +300,7 @@ def agreeing(pattern: str, sign: float) -> LanguageModel:
     ],
 )
 @pytest.mark.parametrize("sampling_name", SAMPLINGS)
-def test_a_depth_that_says_what_the_model_says_is_always_right(
+def test_drafts_of_an_agreeing_depth_are_always_accepted(
     pattern: str, generator_type: type[Generator], sampling_name: str
 ) -> None:
     model = agreeing(pattern, 1.0)
@@ -309,7 +309,7 @@ def test_a_depth_that_says_what_the_model_says_is_always_right(
     assert_same(actual, Generator(model).generate(prompts(model), SAMPLINGS[sampling_name], n=2))
 
 
-def test_a_depth_that_says_the_opposite_is_never_right() -> None:
+def test_drafts_of_a_disagreeing_depth_are_never_accepted() -> None:
     model, sampling = agreeing(TRANSFORMER, -1.0), SAMPLINGS["greedy"]
     actual = Generator(model, draft="mtp").generate(prompts(model), sampling)
     assert rate(actual) == 0.0
@@ -319,7 +319,7 @@ def test_a_depth_that_says_the_opposite_is_never_right() -> None:
 
 @torch.no_grad()
 def test_drafted_completions_have_the_models_distribution() -> None:
-    """Three tokens of five: chi-square of all 125 answers against the product of their exact probabilities."""
+    """Three tokens of five: chi-square of all 125 completions against the product of their exact probabilities."""
     model, prompt, size, count = small_model(TRANSFORMER, vocab_size=5), [1, 4], 5, 6000
     sampling = SamplingParams(max_new_tokens=3, temperature=1.3, top_p=0.9, seed=8)
     everything = list(itertools.product(range(size), repeat=3))
@@ -335,12 +335,12 @@ def test_drafted_completions_have_the_models_distribution() -> None:
     generator = Generator(model, draft="mtp", max_sequences=count, max_batch_tokens=6 * count)
     (results,) = generator.generate([prompt], sampling, n=count)
     numbers = torch.tensor([completion.tokens for completion in results]) @ torch.tensor([size * size, size, 1])
-    assert abs(surprise(torch.bincount(numbers, minlength=size**3), chosen.prod(-1))) < 4
+    assert abs(chi_square_score(torch.bincount(numbers, minlength=size**3), chosen.prod(-1))) < 4
     assert 0.1 < rate([results]) < 1.0
 
 
 @WAYS
-def test_text_that_stops_a_completion_stops_it_between_two_tokens(generator_type: type[Generator]) -> None:
+def test_stop_string_ends_a_completion_between_two_drafted_tokens(generator_type: type[Generator]) -> None:
     class Letters:
         eos_token_id = None
 

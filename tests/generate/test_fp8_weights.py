@@ -1,4 +1,4 @@
-"""Weights in FP8: copies that only generation uses, made anew at every update, and checked after it."""
+"""FP8 weights: copies used only in generation, made at every update and checked after it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_pages_equal_rows_with_fp8_weights(device: str, pattern: str) -> None:
     assert_alike(actual, EagerGenerator(model, quantization="fp8").generate(prompt_list, samplings))
 
 
-def test_products_are_those_of_rounded_tokens_and_weights() -> None:
-    """Of every linear layer of the blocks, in `forward`, in groups and after an activation."""
+def test_products_equal_those_of_rounded_tokens_and_weights() -> None:
+    """For every linear layer of the blocks, in `forward`, in groups and after an activation."""
     model = dense("cpu")
     fp8_weights, block = FP8Weights(model), model.blocks[1]
     fp8_weights.write()
@@ -57,7 +57,7 @@ def test_products_are_those_of_rounded_tokens_and_weights() -> None:
     assert fp8_weights.size_in_bytes > sum(layer.weight.numel() for layer in linears)
 
 
-def test_only_generation_uses_them_and_only_after_an_update() -> None:
+def test_fp8_weights_are_used_only_in_generation_after_an_update() -> None:
     model = dense("cpu")
     exact, rounded = Generator(model), Generator(model, quantization="fp8")
     before = exact.generate([[1, 2, 3]], GREEDY)
@@ -78,7 +78,7 @@ def test_only_generation_uses_them_and_only_after_an_update() -> None:
 
 
 class KeepsOldFP8(SyncedGenerator):
-    """Makes FP8 weights once."""
+    """Makes FP8 weights only once."""
 
     def sync_weights(self) -> None:
         if self.engine.step:
@@ -87,7 +87,7 @@ class KeepsOldFP8(SyncedGenerator):
 
 
 class ScalesFP8(SyncedGenerator):
-    """From the second copy on the scale of one block is twice what it must be."""
+    """From the second copy on, the scale of one block is doubled."""
 
     def sync_weights(self) -> None:
         super().sync_weights()
@@ -97,7 +97,7 @@ class ScalesFP8(SyncedGenerator):
 
 
 class KeepsOldWeights(SyncedGenerator):
-    """Takes the first weights and no others, and rounds those."""
+    """Keeps the first weights, and rounds those."""
 
     def _copy(self) -> None:
         if self.copied_step < 0:
@@ -108,7 +108,7 @@ KINDS = {kind.__name__: kind for kind in (SyncedGenerator, KeepsOldFP8, ScalesFP
 
 
 def probed(group: Any, kind: str, dtype: str) -> tuple[list[dict[str, float]], str]:
-    """The gaps after 0 and 1 small steps, and what ended the sampling."""
+    """Returns the differences after 0 and 1 small steps, and the error that ended the sampling."""
     hf = config("tiny-dense", num_hidden_layers=1, intermediate_size=128, tie_word_embeddings=False)
     engine = build("pp=1", hf, compute_dtype=getattr(torch, dtype), optimizer=AdamW(lr=1e-5))
     probe = WeightProbe(engine, byte_tokenizer())
@@ -143,13 +143,13 @@ def test_the_probe_allows_the_rounding_of_fp8(ranks: Any, dtype: str) -> None:
         ("KeepsOldWeights", "float32", "has the weights of optimizer step 0"),
     ],
 )
-def test_a_sabotaged_update_is_noticed_after_one_small_step(ranks: Any, kind: str, dtype: str, problem: str) -> None:
+def test_faulty_update_is_detected_after_one_small_step(ranks: Any, kind: str, dtype: str, problem: str) -> None:
     ((gaps, sentence),) = ranks(1, probed, kind, dtype)
     assert len(gaps) == 1
     assert sentence.startswith(f"the native generator of rank 0 {problem}")
 
 
-def test_models_and_gpus_that_cannot_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_models_and_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     dense_config = load_model("tiny-dense").config
     with pytest.raises(ValueError, match=r"layers\.0\.moe has experts, whose weights have no FP8 products here"):
         Generator(load_model("tiny-moe"), quantization="fp8")

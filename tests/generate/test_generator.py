@@ -1,4 +1,4 @@
-"""The generator equals transformers and the model's forward, whatever else is generated in the batch."""
+"""The generator equals transformers and the model's forward, whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tokens(completions: list[list[Completion]]) -> list[list[list[int]]]:
 def teacher_forced(
     model: LanguageModel, prompt_list: list[list[int]], answered: list[list[Completion]], temperature: float = 1.0
 ) -> list[torch.Tensor]:
-    """Log-probs of every answer's tokens from one ordinary forward, in the order of the answers."""
+    """Returns log-probs of every completion's tokens from one forward, in the order of the completions."""
     wholes, starts = [], []
     for prompt, group in zip(prompt_list, answered, strict=True):
         for completion in group:
@@ -52,7 +52,7 @@ def teacher_forced(
 
 @pytest.fixture(scope="module")
 def dense() -> LanguageModel:
-    """Weights large enough that the next token depends on every one before it."""
+    """A model with weights large enough that the next token depends on every earlier one."""
     model = load_model("tiny-dense")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -62,7 +62,7 @@ def dense() -> LanguageModel:
 
 
 def families() -> list[Any]:
-    """Every config. Of each family `make test` has the first: tests/hf/test_parity.py has the others' forward."""
+    """Every config. `make test` has the first of each family: tests/hf/test_parity.py has the forward of the others."""
     first = {name.partition("-")[0]: name for name in reversed(CONFIGS)}.values()
     return [pytest.param(name, marks=() if name in first else pytest.mark.thorough) for name in CONFIGS]
 
@@ -121,7 +121,7 @@ def without_limits(dense: LanguageModel) -> list[list[Completion]]:
     ],
     ids=str,
 )
-def test_a_completion_does_not_depend_on_what_runs_beside_it(
+def test_completion_does_not_depend_on_the_batch(
     limits: dict[str, int], dense: LanguageModel, without_limits: list[list[Completion]]
 ) -> None:
     answered = Generator(dense, **limits).generate(prompts(256), SAMPLINGS, n=3)
@@ -133,7 +133,7 @@ def test_a_completion_does_not_depend_on_what_runs_beside_it(
     assert len({tuple(answer) for group in tokens(without_limits) for answer in group}) == 18
 
 
-def test_seeds_and_indices_give_other_completions(dense: LanguageModel) -> None:
+def test_each_seed_and_index_gives_another_completion(dense: LanguageModel) -> None:
     generator = Generator(dense)
     prompt_list = [list(b"once")] * 2
     first = tokens(generator.generate(prompt_list, SamplingParams(max_new_tokens=8, seed=1), n=2))
@@ -142,7 +142,7 @@ def test_seeds_and_indices_give_other_completions(dense: LanguageModel) -> None:
     assert len({tuple(answer) for group in first + other_seed_tokens for answer in group}) == 8
 
 
-def test_a_prompt_passes_the_model_once(dense: LanguageModel) -> None:
+def test_shared_prompt_is_prefilled_once(dense: LanguageModel) -> None:
     batch_sizes: list[int] = []
     hook = dense.register_forward_pre_hook(lambda module, arguments: batch_sizes.append(len(arguments[0])))
     try:
@@ -156,7 +156,7 @@ def test_a_prompt_passes_the_model_once(dense: LanguageModel) -> None:
 
 
 @pytest.mark.slow
-def test_completions_that_leave_and_join_in_any_order_agree_with_each_alone(dense: LanguageModel) -> None:
+def test_completions_joining_and_leaving_equal_each_alone(dense: LanguageModel) -> None:
     source = random.Random(0)
     prompt_list = [[source.randrange(256) for _ in range(source.randrange(1, 40))] for _ in range(24)]
     sampling = [SamplingParams(max_new_tokens=source.randrange(1, 60), temperature=0.0) for _ in prompt_list]
@@ -199,14 +199,14 @@ def test_stop_strings_end_a_completion_where_they_are_complete(dense: LanguageMo
     assert answer.text + stop == load_tokenizer("tiny-dense").decode(answer.tokens, skip_special_tokens=True)
 
 
-def test_training_mode_and_gradients_are_left_as_they_were(dense: LanguageModel) -> None:
+def test_training_mode_and_gradients_are_unchanged(dense: LanguageModel) -> None:
     dense.train()
     Generator(dense).generate([[1, 2]], SamplingParams(max_new_tokens=2))
     assert dense.training
     assert all(parameter.requires_grad for parameter in dense.parameters())
 
 
-def test_weights_are_read_at_the_call() -> None:
+def test_changed_weights_are_used_in_the_next_call() -> None:
     model = load_model("tiny-dense")
     generator = Generator(model)
     before = tokens(generator.generate([[1, 2, 3]], SamplingParams(max_new_tokens=12, temperature=0.0)))
@@ -220,7 +220,7 @@ def test_weights_are_read_at_the_call() -> None:
     )
 
 
-def test_a_generator_is_an_engine(dense: LanguageModel) -> None:
+def test_generator_implements_the_rollout_engine_protocol(dense: LanguageModel) -> None:
     generator = Generator(dense)
     assert isinstance(generator, RolloutEngine)
     assert generator.generate([], SamplingParams()) == []
@@ -254,7 +254,7 @@ def test_limits_are_checked(dense: LanguageModel) -> None:
         Generator(dense, max_sequences=0)
 
 
-def test_logits_that_are_no_numbers_are_an_error() -> None:
+def test_nan_logits_raise() -> None:
     model = load_model("tiny-dense")
     with torch.no_grad():
         model.norm.weight.fill_(math.nan)

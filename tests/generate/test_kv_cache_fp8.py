@@ -1,4 +1,4 @@
-"""Keys and values in FP8: pages, rows and prefills compute one function, which is near that without rounding."""
+"""FP8 keys and values: pages, rows and prefill are equal, and near the unrounded result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.model.small import small_model
 
 
 def assert_alike(actual: list[list[Completion]], expected: list[list[Completion]]) -> None:
-    """The same tokens and log-probs, within 5e-3 in place of 1e-4.
+    """Asserts equal tokens and log-probs, within 5e-3 instead of 1e-4.
 
     A last bit that crosses the border between two FP8 numbers moves a feature of a key by up to an eighth. Of some
     thousand features a few do, and their tokens are seen by all that follow.
@@ -38,8 +38,8 @@ def assert_alike(actual: list[list[Completion]], expected: list[list[Completion]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_pages_in_fp8_equal_rows_that_are_rounded(device: str) -> None:
-    """Several completions of a prompt share its pages, and most do not fit at once."""
+def test_fp8_pages_equal_rounded_rows(device: str) -> None:
+    """Several completions share their prompt's pages, and most do not fit at once."""
     model = dense(device)
     prompt_list, samplings = uneven(4, 80, ignore_eos=True)
     limits = {"kv_cache_dtype": "fp8", "max_batch_tokens": 200, "max_sequences": 4}
@@ -50,7 +50,7 @@ def test_pages_in_fp8_equal_rows_that_are_rounded(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_windows_and_recurrent_states_in_fp8(device: str) -> None:
+def test_fp8_cache_with_windows_and_recurrent_states(device: str) -> None:
     model = hybrid("M-S-G-*-").to(device)
     prompt_list, samplings = uneven(5, 60, seed=2, ignore_eos=True)
     actual = GraphGenerator(model, kv_cache_dtype="fp8").generate(prompt_list, samplings)
@@ -58,8 +58,8 @@ def test_windows_and_recurrent_states_in_fp8(device: str) -> None:
 
 
 @pytest.mark.parametrize("generator_type", [GraphGenerator, EagerGenerator])
-def test_a_prefill_equals_the_decoding_of_the_same_tokens(generator_type: type[Generator]) -> None:
-    """So a completion that gave its room to others and was prefilled again goes on as before."""
+def test_prefill_equals_decoding_of_the_same_tokens(generator_type: type[Generator]) -> None:
+    """So a completion that was preempted and prefilled again continues unchanged."""
     generator = generator_type(dense("cpu"), kv_cache_dtype="fp8")
     ((full_completion,),) = generator.generate(
         [[1, 2, 3]], SamplingParams(max_new_tokens=80, temperature=0.0, ignore_eos=True)
@@ -81,7 +81,7 @@ def test_drafting_does_not_change_the_completions() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_memory_of_the_cache_holds_as_many_tokens_more(dtype: torch.dtype) -> None:
+def test_fp8_cache_holds_more_tokens_in_the_same_memory(dtype: torch.dtype) -> None:
     model, caches = load_model(config("tiny-dense", num_hidden_layers=1)).to(dtype), []
     for kv_cache_dtype in ("auto", "fp8"):
         generator = GraphGenerator(model, max_batch_tokens=128, max_sequences=8, kv_cache_dtype=kv_cache_dtype)
@@ -94,7 +94,7 @@ def test_the_memory_of_the_cache_holds_as_many_tokens_more(dtype: torch.dtype) -
     assert fp8.size_in_bytes == pytest.approx(plain.size_in_bytes * (1 + 1 / head_dim))
 
 
-def test_latents_are_refused() -> None:
+def test_latent_attention_is_refused() -> None:
     with pytest.raises(ValueError, match=r"scales the keys and values of each head, but layers\.0\.\S+ caches latents"):
         Generator(hybrid("+-"), kv_cache_dtype="fp8")
 

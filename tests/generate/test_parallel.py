@@ -21,7 +21,7 @@ Answers = list[list[tuple[list[int], list[float]]]]
 def generated(
     group, name: str, layout: Layout, prompts: list[list[list[int]]], samplings: list[SamplingParams], draft: Any = None
 ) -> Answers:
-    """Each rank its own of `prompts` and `samplings`, by its data-parallel place."""
+    """Each rank generates its share of `prompts` and `samplings`, by its data-parallel rank."""
     local_mesh = mesh(layout)
     return results(load_model(name, mesh=local_mesh), prompts[local_mesh.dp.rank], samplings[local_mesh.dp.rank], draft)
 
@@ -44,7 +44,7 @@ def assert_same(actual: Answers, expected: Answers) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe"])
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.thorough)])
-def test_tensor_parallel_ranks_agree_with_one_rank(ranks, name: str, size: int) -> None:
+def test_tensor_parallel_ranks_equal_one_rank(ranks, name: str, size: int) -> None:
     sampling = SamplingParams(max_new_tokens=9, top_p=0.9, seed=2)
     expected = results(load_model(name), PROMPTS, sampling)
     layout = Layout(tp=size, ep=size if name == "tiny-moe" else 1)
@@ -53,8 +53,8 @@ def test_tensor_parallel_ranks_agree_with_one_rank(ranks, name: str, size: int) 
 
 
 @pytest.mark.slow
-def test_ranks_that_hold_each_others_experts_step_together(ranks) -> None:
-    """One has much to do, the other little: it goes on stepping for the first."""
+def test_expert_parallel_ranks_step_together(ranks) -> None:
+    """One rank has less to do, and keeps stepping for the other."""
     prompts = [PROMPTS, PROMPTS[1:2]]
     samplings = [SamplingParams(max_new_tokens=12, seed=1), SamplingParams(max_new_tokens=3, seed=5)]
     by_rank = ranks(2, generated, "tiny-moe", Layout(dp_shard=2, ep=2), prompts, samplings)
@@ -64,8 +64,8 @@ def test_ranks_that_hold_each_others_experts_step_together(ranks) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp=2", pytest.param("dp_shard=2,ep=2", marks=pytest.mark.thorough)])
-def test_ranks_that_draft_together_agree_with_one_that_does_not(ranks, layout: str) -> None:
-    """Where ranks hold each other's experts, one goes on drafting for the other when it has nothing left."""
+def test_expert_parallel_drafting_equals_one_rank_without_drafts(ranks, layout: str) -> None:
+    """A rank without requests keeps drafting for the other."""
     parsed_layout = Layout.parse(layout)
     prompts = [PROMPTS, PROMPTS[1:2]]
     samplings = [SamplingParams(max_new_tokens=8, seed=1), SamplingParams(max_new_tokens=3, seed=5)]

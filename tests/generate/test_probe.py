@@ -1,4 +1,4 @@
-"""After a copy of the weights the native generator's log-probs are the trainer's, or no completion is sampled."""
+"""After a weight sync the native generator's log-probs equal the trainer's, or no completion is sampled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL_STEPS = AdamW(lr=1e-5)
 
 
 class KeepsOldWeights(SyncedGenerator):
-    """Takes the first weights and no others."""
+    """Keeps the first weights."""
 
     def sync_weights(self) -> None:
         self.first = getattr(self, "first", None) or {}
@@ -47,15 +47,15 @@ class ScalesOneMatrix(SyncedGenerator):
 
 
 class KeepsOldAdapter(SyncedGenerator):
-    """Loads the first adapter and no other."""
+    """Keeps the first adapter."""
 
     def _copy(self) -> None:
         if self.adapter is None:
             super()._copy()
 
 
-class BindsAdapterToNothing(SyncedGenerator):
-    """From the second copy on the adapter is loaded and not applied."""
+class IgnoresAdapter(SyncedGenerator):
+    """From the second sync on, the adapter is loaded but not applied."""
 
     def _copy(self) -> None:
         super()._copy()
@@ -64,7 +64,7 @@ class BindsAdapterToNothing(SyncedGenerator):
 
 
 class ScalesAdapter(SyncedGenerator):
-    """From the second copy on the scale of the adapter is alpha instead of alpha / rank."""
+    """From the second sync on, the scale of the adapter is alpha instead of alpha / rank."""
 
     def _copy(self) -> None:
         super()._copy()
@@ -81,14 +81,14 @@ KINDS = {
         KeepsOldWeights,
         ScalesOneMatrix,
         KeepsOldAdapter,
-        BindsAdapterToNothing,
+        IgnoresAdapter,
         ScalesAdapter,
     )
 }
 
 
 def probed(group: Any, kind: str, model: str, layout: str, dtype: str) -> tuple[list[float], str]:
-    """The log-prob differences after 0, 1 and 2 small steps, and what ended the sampling."""
+    """Returns the log-prob differences after 0, 1 and 2 small steps, and the error that ended the sampling."""
     hf = config(model, num_hidden_layers=2, intermediate_size=96, tie_word_embeddings=False)
     return sampled(kind, build(layout, hf, compute_dtype=getattr(torch, dtype), optimizer=SMALL_STEPS))
 
@@ -117,7 +117,7 @@ def sampled(kind: str, engine: Engine) -> tuple[list[float], str]:
         pytest.param("tiny-dense", "cp=2", "float32", marks=pytest.mark.thorough),
     ],
 )
-def test_a_generator_with_the_trainers_weights_is_used(ranks: Any, model: str, layout: str, dtype: str) -> None:
+def test_generator_with_the_trainers_weights_passes(ranks: Any, model: str, layout: str, dtype: str) -> None:
     for differences, problem in ranks(int(layout[-1]), probed, "SyncedGenerator", model, layout, dtype):
         assert problem == ""
         assert len(differences) == 3
@@ -126,7 +126,7 @@ def test_a_generator_with_the_trainers_weights_is_used(ranks: Any, model: str, l
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["SyncedGenerator", "KeepsOldWeights"])
-def test_on_a_gpu_in_bf16_old_weights_are_told_from_rounding(kind: str) -> None:
+def test_old_weights_are_distinguished_from_bf16_rounding_on_gpu(kind: str) -> None:
     with started(device="cuda"):
         differences, problem = sampled(
             kind, Engine(config("tiny-moe", num_hidden_layers=2), budget=64, optimizer=SMALL_STEPS)
@@ -135,7 +135,7 @@ def test_on_a_gpu_in_bf16_old_weights_are_told_from_rounding(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [("pp=1", "float32"), ("dp_shard=2", "bfloat16")])
-def test_old_weights_are_noticed_after_one_small_step(ranks: Any, layout: str, dtype: str) -> None:
+def test_old_weights_are_detected_after_one_small_step(ranks: Any, layout: str, dtype: str) -> None:
     for differences, problem in ranks(int(layout[-1]), probed, "KeepsOldWeights", "tiny-dense", layout, dtype):
         assert len(differences) == 1
         assert problem.startswith(
@@ -145,7 +145,7 @@ def test_old_weights_are_noticed_after_one_small_step(ranks: Any, layout: str, d
 
 
 @pytest.mark.parametrize("layout", ["pp=1", "dp_shard=2"])
-def test_a_matrix_of_another_scale_is_noticed_on_any_rank(ranks: Any, layout: str) -> None:
+def test_wrongly_scaled_matrix_is_detected_on_any_rank(ranks: Any, layout: str) -> None:
     size = int(layout[-1])
     for differences, problem in ranks(size, probed, "ScalesOneMatrix", "tiny-dense", layout, "float32"):
         assert len(differences) == 1
@@ -156,7 +156,7 @@ def test_a_matrix_of_another_scale_is_noticed_on_any_rank(ranks: Any, layout: st
 
 
 def probed_adapter(group: Any, kind: str, model: str, layout: str, dtype: str) -> tuple[list[float], str]:
-    """As `probed`, of an engine with adapters."""
+    """Like `probed`, for an engine with adapters."""
     hf = config(model, num_hidden_layers=2, tie_word_embeddings=False)
     options: dict[str, Any] = {"compute_dtype": getattr(torch, dtype), "optimizer": AdamW(lr=2e-3)}
     return sampled(kind, build(layout, hf, lora=LoRA(rank=4, alpha=16.0), **options))
@@ -170,7 +170,7 @@ def probed_adapter(group: Any, kind: str, model: str, layout: str, dtype: str) -
         pytest.param("tiny-moe", "pp=2", "bfloat16", marks=pytest.mark.thorough),
     ],
 )
-def test_a_generator_with_the_trainers_adapter_is_used(ranks: Any, model: str, layout: str, dtype: str) -> None:
+def test_generator_with_the_trainers_adapter_passes(ranks: Any, model: str, layout: str, dtype: str) -> None:
     for differences, problem in ranks(int(layout[-1]), probed_adapter, "SyncedGenerator", model, layout, dtype):
         assert problem == ""
         assert len(differences) == 3
@@ -182,11 +182,11 @@ def test_a_generator_with_the_trainers_adapter_is_used(ranks: Any, model: str, l
     [
         ("KeepsOldAdapter", "has the weights of optimizer step 0 after it was given those of step 1: its log-probs"),
         # A new adapter changes nothing, so a model without one is that of step 0.
-        ("BindsAdapterToNothing", "has the weights of optimizer step 0 after it was given those of step 1: its log-"),
+        ("IgnoresAdapter", "has the weights of optimizer step 0 after it was given those of step 1: its log-"),
         ("ScalesAdapter", "has other weights than the trainer after it was given those of optimizer step 1: its log-"),
     ],
 )
-def test_a_wrong_adapter_is_noticed_in_the_same_step(ranks: Any, kind: str, begins: str) -> None:
+def test_wrong_adapter_is_detected_in_the_same_step(ranks: Any, kind: str, begins: str) -> None:
     for differences, problem in ranks(1, probed_adapter, kind, "tiny-dense", "pp=1", "float32"):
         assert len(differences) == 1
         assert problem.startswith(f"the native generator of rank 0 {begins}")
@@ -198,7 +198,7 @@ def replies(*logprobs: float, token: int = 7) -> list[Completion]:
 
 
 def probe(*versions: list[float], limit: float = 0.1) -> Probe:
-    """Each version's log-probs of token 7, and token 8 well below it."""
+    """Returns each version's log-probs of token 7, with token 8 well below it."""
     scores = [
         TrainerScores(step, [{7: logprob, 8: logprob - 3.0} for logprob in version])
         for step, version in enumerate(versions)
@@ -206,7 +206,7 @@ def probe(*versions: list[float], limit: float = 0.1) -> Probe:
     return Probe([], scores[-1], scores[:-1], limit)
 
 
-def test_one_token_of_another_expert_is_no_other_weights_and_many_are() -> None:
+def test_one_rerouted_token_passes_and_many_fail() -> None:
     new = [-2.0] * POSITIONS
     result = probe(new).compare(replies(-1.0, *[-2.01] * (POSITIONS - 1)))
     assert result.problem == ""
@@ -216,7 +216,7 @@ def test_one_token_of_another_expert_is_no_other_weights_and_many_are() -> None:
     assert three_differ.logprob_diff == pytest.approx((3 * 1.5 + 5 * 0.01) / POSITIONS / 4)
 
 
-def test_a_token_that_is_not_among_the_likeliest_differs_at_least_by_what_it_must() -> None:
+def test_token_outside_the_top_k_uses_a_lower_bound() -> None:
     new = [-2.0] * POSITIONS  # and -5 for the other token
     assert probe(new).compare(replies(*[-1.0] * POSITIONS, token=9)).logprob_diff == 4.0
     assert probe(new).compare(replies(*[-6.0] * POSITIONS, token=9)).logprob_diff == 4.0, (
@@ -224,7 +224,7 @@ def test_a_token_that_is_not_among_the_likeliest_differs_at_least_by_what_it_mus
     )
 
 
-def test_rounding_is_not_taken_for_old_weights() -> None:
+def test_rounding_is_not_reported_as_old_weights() -> None:
     old, new = [-2.0] * POSITIONS, [-2.001] * POSITIONS
     rounded = [logprob + 0.01 * (-1) ** place for place, logprob in enumerate(new)]
     assert probe(old, new).compare(replies(*rounded)).problem == "", "both are as far away as the other"
@@ -233,8 +233,8 @@ def test_rounding_is_not_taken_for_old_weights() -> None:
     assert "has the weights of optimizer step 0" in probe(old, new, moved).compare(replies(*old)).problem
 
 
-def test_rounding_of_many_versions_is_not_taken_for_old_weights() -> None:
-    """Small steps: the log-probs of all versions, and the sampler's, differ by independent rounding alone."""
+def test_rounding_of_many_versions_is_not_reported_as_old_weights() -> None:
+    """Small steps: log-probs of all versions, and the sampler's, differ only by independent rounding."""
     source = random.Random(0)
 
     def rounded() -> list[float]:
@@ -244,7 +244,7 @@ def test_rounding_of_many_versions_is_not_taken_for_old_weights() -> None:
     assert [result.problem for result in results if result.problem] == []
 
 
-def test_a_sampler_that_repeats_itself_has_old_weights_only_if_the_trainer_is_repeatable() -> None:
+def test_unchanged_sampler_is_reported_only_if_the_trainer_is_deterministic() -> None:
     old, new = [-2.0] * POSITIONS, [-2.01] * POSITIONS
     before = probe(old).compare(replies(*[-2.02] * POSITIONS))
     later_replies = replies(*[-2.02] * POSITIONS)
@@ -254,7 +254,7 @@ def test_a_sampler_that_repeats_itself_has_old_weights_only_if_the_trainer_is_re
     assert probe(old, [-2.0001] * POSITIONS).compare(later_replies, before).problem == "", "the step may change nothing"
 
 
-def test_tokens_are_the_vocabularys_and_none_that_the_tokenizer_added() -> None:
+def test_probe_tokens_exclude_added_tokens() -> None:
     tokenizer = byte_tokenizer()
     tokens = probe_tokens(33, 258, tokenizer)
     assert len(set(tokens)) > 20

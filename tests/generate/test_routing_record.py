@@ -33,13 +33,13 @@ def model(pattern: str = PATTERN, **changes: Any) -> LanguageModel:
 
 
 def answered(of: LanguageModel, generator_type: type[Generator] = Generator, **options: Any) -> list[list[Completion]]:
-    """Three of the twelve at a time, so that some join others, inherit their rows, and prompts pass the model once."""
+    """Runs three of twelve completions at a time, so that some reuse rows, and prompts are prefilled once."""
     generator = generator_type(of, eos_tokens=(END,), **{"max_sequences": 3, "record_routing": True, **options})
     return generator.generate(PROMPTS, SamplingParams(max_new_tokens=12, seed=4), n=3)
 
 
 def replayed(language_model: LanguageModel, completions: list[list[Completion]], patch: pytest.MonkeyPatch) -> None:
-    """One forward over each whole sequence, with what was recorded, agrees with the sampler."""
+    """Asserts that one forward over each full sequence with the recorded routing equals the sampler."""
     for prompt, group in zip(PROMPTS, completions, strict=True):
         for completion in group:
             tokens = [*prompt, *completion.tokens]
@@ -62,9 +62,7 @@ def replayed(language_model: LanguageModel, completions: list[list[Completion]],
 
 
 @pytest.mark.parametrize("generator_type", [EagerGenerator, GraphGenerator])
-def test_recorded_choices_are_those_of_a_forward(
-    generator_type: type[Generator], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_routing_equals_a_forward(generator_type: type[Generator], monkeypatch: pytest.MonkeyPatch) -> None:
     moe = model()
     completions = answered(moe, generator_type)
     assert {len(completion.tokens) for group in completions for completion in group} > {12}  # some end before
@@ -73,7 +71,7 @@ def test_recorded_choices_are_those_of_a_forward(
 
 @pytest.fixture
 def preempted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A number for each completion that outgrew the cache, and is prefilled again when there is room."""
+    """Runs with a small cache, so that completions are preempted and prefilled again. Returns their number."""
     monkeypatch.setattr("postlude.generate.pages.MARGIN", 1)
     numbers: list[int] = []
     preempt = Scheduler._preempt
@@ -81,14 +79,14 @@ def preempted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return numbers
 
 
-def test_preempted_completions_are_recorded_alike(preempted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preempted_completions_record_the_same_routing(preempted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     moe = model()
     completions = answered(moe, max_batch_tokens=60, max_sequences=8)
     assert preempted
     replayed(moe, completions, monkeypatch)
 
 
-def test_preempted_completions_of_several_pages_are_recorded_alike(preempted: list[int]) -> None:
+def test_preempted_completions_of_several_pages_record_the_same_routing(preempted: list[int]) -> None:
     moe, sampling = model(), SamplingParams(max_new_tokens=20, seed=4)
     token_lists = prompts(VOCABULARY, [PAGE_SIZE - 9] * 4 + [PAGE_SIZE + 1])
     expected = EagerGenerator(moe, record_routing=True).generate(token_lists, sampling)
@@ -102,7 +100,7 @@ def test_preempted_completions_of_several_pages_are_recorded_alike(preempted: li
 
 
 @pytest.mark.slow
-def test_drafted_completions_are_recorded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafted_completions_record_the_same_routing(monkeypatch: pytest.MonkeyPatch) -> None:
     moe = model(f"{PATTERN}/[*E]")
     completions = answered(moe, draft="mtp")
     assert sum(completion.accepted for group in completions for completion in group) > 0
@@ -110,8 +108,8 @@ def test_drafted_completions_are_recorded_alike(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_cuda_graphs_record_the_choices_of_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit in the batch-invariant mode, with more completions than rows and prompts of several pages."""
+def test_cuda_graphs_record_the_routing_of_a_forward_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit-exact in batch-invariant mode, with more completions than rows and prompts of several pages."""
     with torch.device("cuda"):
         moe = LanguageModel(read_model("tiny-moe")[1], dtype=torch.bfloat16, batch_invariant=True)
     token_lists, sampling = prompts(256, (7, 130, 13, 64, 9, 65)), SamplingParams(max_new_tokens=90, seed=4)
@@ -133,7 +131,7 @@ def test_on_a_gpu_cuda_graphs_record_the_choices_of_a_forward(monkeypatch: pytes
     )
 
 
-def test_nothing_is_recorded_unasked_and_completions_are_the_same() -> None:
+def test_routing_is_recorded_only_on_request_and_completions_are_the_same() -> None:
     moe = model()
     plain, recorded = answered(moe, record_routing=False), answered(moe)
     for plain_group, recorded_group in zip(plain, recorded, strict=True):
@@ -157,7 +155,7 @@ def recorded(group: Any, layout: Layout) -> list[tuple[list[int], torch.Tensor |
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_tensor_parallel_ranks_record_what_one_does(ranks: Any) -> None:
+def test_tensor_parallel_routing_equals_one_rank(ranks: Any) -> None:
     expected = [
         (completion.tokens, completion.routing)
         for group in answered(load_model(small_config(PATTERN)))

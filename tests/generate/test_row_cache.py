@@ -1,4 +1,4 @@
-"""RowCache: attention equals that over whole sequences, in any row and after moves."""
+"""RowCache: attention equals that over full sequences, in any row and after moves."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_decoding_from_a_store_equals_packed_attention(
     assert_equal(actual, reference_attention(query, *packed, queries, key_packing, scores), name)
 
 
-def test_stretches_that_nobody_asks_about_lie_between_the_seen_keys() -> None:
-    """Checks the arguments of the flash kernel about the store, where there is no such kernel."""
+def test_key_borders_of_decode_attention() -> None:
+    """Checks the arguments of the flash kernel without running it."""
     decode = DecodeAttention(torch.tensor([5, 1, 9]), 9)
     assert decode._key_borders(None, 10).tolist() == [0, 0, 5, 10, 11, 20, 29]
     assert decode._key_borders(4, 10).tolist() == [0, 1, 5, 10, 11, 25, 29]
@@ -72,9 +72,7 @@ def test_stretches_that_nobody_asks_about_lie_between_the_seen_keys() -> None:
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (6, 1)])
 @pytest.mark.parametrize("name", ["plain", "window", "wide window"])
-def test_bf16_on_the_store_stays_near_fp32(
-    name: str, heads: tuple[int, int], sinks: bool, widths, query_length: int
-) -> None:
+def test_bf16_store_is_near_fp32(name: str, heads: tuple[int, int], sinks: bool, widths, query_length: int) -> None:
     """bf16 keeps 8 bits: 2e-2 of the scale."""
     lengths = torch.tensor([5, query_length, 9, 3], device="cuda")
     query = normal(4 * query_length, heads[0], widths[0]).cuda()
@@ -86,7 +84,7 @@ def test_bf16_on_the_store_stays_near_fp32(
 
 
 @pytest.mark.parametrize("name", ["plain", "window"])
-def test_steps_moves_and_resizes_equal_whole_sequences(name: str) -> None:
+def test_steps_moves_and_resizes_equal_full_sequences(name: str) -> None:
     scores = SCORES[name]
     wholes = {letter: normal(3, length, 2, WIDTH, seed=length) for letter, length in (("a", 9), ("b", 12), ("c", 7))}
     cache = RowCache(torch.device("cpu"))
@@ -128,8 +126,8 @@ def test_steps_moves_and_resizes_equal_whole_sequences(name: str) -> None:
     decode({"b": 7, "c": 4})
 
 
-def test_a_step_holds_next_tokens_whole_sequences_and_padding() -> None:
-    """One sequence goes on while another starts; padding, as of tensor-parallel ranks, is not kept."""
+def test_step_mixes_decode_prefill_and_padding() -> None:
+    """One sequence continues while another starts; padding, as with tensor parallelism, is not stored."""
     wholes, scores, packing = normal(3, 2, 6, 2, WIDTH), SCORES["plain"], Packing.from_lengths([6])
     expected = [reference_attention(*sequence, packing, packing, scores) for sequence in wholes.unbind(1)]
     padding = torch.full((3, 3, 2, WIDTH), 7.0)
@@ -148,8 +146,8 @@ def test_a_step_holds_next_tokens_whole_sequences_and_padding() -> None:
     assert_equal(output, torch.stack([full_output[5] for full_output in expected]), "both go on")
 
 
-def test_tokens_that_do_not_stay_leave_no_trace() -> None:
-    """Two tokens a row, of which the second stays in some rows: keys and states go on as if it had never been."""
+def test_rejected_tokens_change_no_state() -> None:
+    """Two tokens per row, of which some rows keep only the first: keys and states continue as if it ran alone."""
     wholes = normal(3, 3, 9, 2, WIDTH)  # query, key and value of three sequences
     cache, scores = RowCache(torch.device("cpu")), SCORES["window"]
     cache.resize(3, 9)
@@ -198,7 +196,7 @@ def test_tokens_that_do_not_stay_leave_no_trace() -> None:
 
 
 class Uniform(torch.nn.Module):
-    """A model that has no preference among 7 tokens, and keeps nothing."""
+    """A model with equal logits for 7 tokens and no state."""
 
     config, mesh = SimpleNamespace(vocab_size=7), SimpleNamespace(tp=SimpleNamespace(size=1))
 
@@ -213,7 +211,7 @@ class Uniform(torch.nn.Module):
 
 @pytest.mark.parametrize("budget", [70, 150, 400, 5000])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_scheduler_keeps_its_budget_and_finishes_everything(budget: int, seed: int, monkeypatch) -> None:
+def test_scheduler_stays_within_its_budget_and_finishes_every_request(budget: int, seed: int, monkeypatch) -> None:
     source = random.Random(seed)
     completions = []
     for _ in range(20):
@@ -264,7 +262,7 @@ def test_a_row_has_room_for_its_drafts(drafted: int) -> None:
 
 
 def test_rows_start_from_earlier_states_after_a_prefill_without_sequences() -> None:
-    """A drafter prefills in every step of a group of ranks, and then alone has states, of no sequence."""
+    """A drafter prefills in every step of a group of ranks, so it may have states of no sequence."""
     cache = RowCache(torch.device("cpu"))
     cache.rows = 2
     cache.set_prefill_states("drafter", (torch.zeros(0, 3),))

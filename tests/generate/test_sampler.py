@@ -31,7 +31,7 @@ WAYS = {
 
 
 def exact(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """The distribution by definition, fp64 [vocab]."""
+    """Returns the distribution by definition, fp64 [vocab]."""
     logits = logits.double() / (sampling.temperature or 1.0)
     order = logits.argsort(descending=True)
     keep = torch.ones_like(logits, dtype=torch.bool)
@@ -47,8 +47,8 @@ def exact(logits: Tensor, sampling: SamplingParams) -> Tensor:
     return logits.masked_fill(~keep, -math.inf).softmax(-1)
 
 
-def surprise(counts: Tensor, probabilities: Tensor) -> float:
-    """Standard normal score of the chi-square statistic (Wilson and Hilferty), rare tokens taken together."""
+def chi_square_score(counts: Tensor, probabilities: Tensor) -> float:
+    """Returns the standard normal score of the chi-square statistic (Wilson and Hilferty), with rare tokens merged."""
     expected = probabilities * counts.sum()
     often = expected >= 5
     pooled = torch.cat((expected[often], expected[~often].sum()[None]))
@@ -71,7 +71,7 @@ def sample_many(logits: Tensor, sampling: SamplingParams, count: int) -> tuple[T
 
 
 def ways_and_sizes() -> list[Any]:
-    """Every way to draw from every vocabulary. `make test` has each way, and one of them from the largest."""
+    """Every sampling setting with every vocabulary. `make test` has each setting, and one with the largest."""
     quick = [*((way, 37) for way in WAYS), ("all", 1000)]
     return [
         pytest.param(
@@ -84,26 +84,26 @@ def ways_and_sizes() -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "vocabulary"), ways_and_sizes())
-def test_tokens_are_drawn_from_the_distribution(way: str, vocabulary: int) -> None:
+def test_tokens_are_sampled_from_the_distribution(way: str, vocabulary: int) -> None:
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 2
     sampling = WAYS[way]
     probabilities = exact(logits, sampling)
     tokens, logprobs, sampled = sample_many(logits, sampling, 20_000)
-    assert abs(surprise(torch.bincount(tokens, minlength=vocabulary), probabilities)) < 4
+    assert abs(chi_square_score(torch.bincount(tokens, minlength=vocabulary), probabilities)) < 4
     torch.testing.assert_close(sampled.double(), probabilities.log()[tokens], rtol=0, atol=1e-5)
     tempered = (logits.double() / sampling.temperature).log_softmax(-1)
     torch.testing.assert_close(logprobs.double(), tempered[tokens], rtol=0, atol=1e-5)
 
 
 def test_successive_draws_of_one_stream_are_independent() -> None:
-    """Pairs of neighbouring draws have the product of the two distributions."""
+    """Pairs of neighbouring samples have the product of the two distributions."""
     logits = torch.tensor([0.0, 1.0, -0.5, 0.3])
     count = 20_000
     settings = SamplerSettings.of([SamplingParams()] * count, [rng_key(7)] * count, 4, logits.device)
     tokens, _, _ = sample(logits.expand(count, -1), settings, torch.arange(count))
     probabilities = logits.double().softmax(-1)
     assert (
-        surprise(
+        chi_square_score(
             torch.bincount(tokens[:-1] * 4 + tokens[1:], minlength=16),
             torch.outer(probabilities, probabilities).flatten(),
         )
@@ -111,7 +111,7 @@ def test_successive_draws_of_one_stream_are_independent() -> None:
     )
 
 
-def test_rows_keep_their_own_settings() -> None:
+def test_rows_have_separate_settings() -> None:
     logits = torch.randn(len(WAYS) + 1, 300, generator=torch.Generator().manual_seed(0)) * 2
     samplings = [*WAYS.values(), SamplingParams(temperature=0.0)]
     keys = [rng_key(place) for place in range(len(samplings))]
@@ -139,7 +139,7 @@ def test_rows_keep_their_own_settings() -> None:
     ],
     ids=str,
 )
-def test_the_most_extreme_values_draw_a_token_of_a_finite_logprob(limits: dict) -> None:
+def test_extreme_values_give_a_token_with_finite_logprob(limits: dict) -> None:
     logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)) * 100
     settings = SamplerSettings.of([SamplingParams(**limits)] * 3, [1, 2, 3], 300, logits.device)
     tokens, logprobs, sampled = sample(logits, settings, torch.zeros(3, dtype=torch.int64))
@@ -147,7 +147,7 @@ def test_the_most_extreme_values_draw_a_token_of_a_finite_logprob(limits: dict) 
     assert ((tokens >= 0) & (tokens < 300)).all()
 
 
-def test_logits_that_are_no_numbers_spoil_no_other_row() -> None:
+def test_nan_logits_affect_only_their_row() -> None:
     logits = torch.randn(len(WAYS) * 2, 300, generator=torch.Generator().manual_seed(0))
     logits[::2] = torch.nan
     samplings = [params for params in WAYS.values() for _ in range(2)]
@@ -162,7 +162,7 @@ def test_logits_that_are_no_numbers_spoil_no_other_row() -> None:
         torch.testing.assert_close(actual[1::2], expected, rtol=0, atol=1e-5)
 
 
-def test_top_p_finds_its_edge_past_the_first_shortlist() -> None:
+def test_top_p_with_more_tokens_than_the_first_top_k() -> None:
     logits = torch.linspace(0.0, 0.5, 6000)  # nearly even: the edge lies thousands of tokens down
     sampling = SamplingParams(top_p=0.9)
     probabilities = exact(logits, sampling)
@@ -171,7 +171,7 @@ def test_top_p_finds_its_edge_past_the_first_shortlist() -> None:
     torch.testing.assert_close(sampled.double(), probabilities.log()[tokens], rtol=0, atol=1e-4)
 
 
-def test_noise_is_gumbel_and_a_hash_of_its_place() -> None:
+def test_noise_is_gumbel_and_depends_only_on_its_position() -> None:
     noise = gumbel(torch.tensor([[rng_key(1)]]), torch.arange(200_000))[0]
     ranked, ideal = noise.sort().values, (torch.arange(200_000).double() + 0.5) / 200_000
     assert (torch.exp(-torch.exp(-ranked)) - ideal).abs().max() < 1.95 / math.sqrt(200_000)  # Kolmogorov, p = 0.001
@@ -181,7 +181,7 @@ def test_noise_is_gumbel_and_a_hash_of_its_place() -> None:
     assert torch.equal(two_positions, noise[[5, 77_777]])
 
 
-def test_mixing_is_that_of_splitmix64() -> None:
+def test_mix_equals_splitmix64() -> None:
     # The first numbers of the stream that starts at 0, from the generator's reference implementation.
     golden = 0x9E3779B97F4A7C15 - (1 << 64)
     expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
@@ -191,7 +191,7 @@ def test_mixing_is_that_of_splitmix64() -> None:
 
 
 @pytest.mark.parametrize("way", ["plain", "cold", "all"])
-def test_a_generator_draws_from_the_model(way: str) -> None:
+def test_generator_samples_from_the_models_distribution(way: str) -> None:
     model = load_model("tiny-dense")
     prompt = list(b"chi square")
     (microbatch,) = pack([prompt], budget=len(prompt))
@@ -202,7 +202,7 @@ def test_a_generator_draws_from_the_model(way: str) -> None:
     sampling = SamplingParams(**{**vars(WAYS[way]), "max_new_tokens": 1, "seed": 4})
     (results,) = generator.generate([prompt], sampling, n=6000)
     counts = torch.bincount(torch.tensor([answer.tokens[0] for answer in results]), minlength=len(probabilities))
-    assert abs(surprise(counts, probabilities)) < 4
+    assert abs(chi_square_score(counts, probabilities)) < 4
 
 
 @pytest.mark.parametrize(
@@ -229,6 +229,6 @@ def test_a_generator_draws_from_the_model(way: str) -> None:
         ({"ignore_eos": "no"}, TypeError, "ignore_eos='no': give True or False"),
     ],
 )
-def test_wrong_settings_are_refused(wrong: dict, error: type[Exception], sentence: str) -> None:
+def test_invalid_settings_are_refused(wrong: dict, error: type[Exception], sentence: str) -> None:
     with pytest.raises(error, match=sentence):
         SamplingParams(**wrong)

@@ -1,4 +1,4 @@
-"""The kernels that draw: through Triton's interpreter where there is no GPU, and on one."""
+"""The sampling kernels: in Triton's interpreter without a GPU, and on a GPU."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class EagerGenerator(Generator):
 
 
 def dense(device: str) -> LanguageModel:
-    """Weights large enough that the next token depends on every one before it."""
+    """A model with weights large enough that the next token depends on every earlier one."""
     model = load_model("tiny-dense")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -54,7 +54,7 @@ def dense(device: str) -> LanguageModel:
 
 
 def hybrid(pattern: str, dtype: torch.dtype | None = None) -> LanguageModel:
-    """Blocks of every kind, as a pattern has them."""
+    """A model with blocks of every kind."""
     config = tiny_hybrid()
     parsed = Pattern.parse(pattern)
     used = {symbol: block for symbol, block in config.blocks.items() if symbol in pattern}
@@ -79,8 +79,8 @@ def uneven(count: int, longest: int, seed: int = 0, **common) -> tuple[list[list
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_completions_of_uneven_lengths_equal_the_other_scheduler(device: str, temperature: float) -> None:
-    """They leave and join at any time, stop tokens end some, and prompts, shared by two each, fill pages or not."""
+def test_completions_of_uneven_lengths_equal_the_eager_scheduler(device: str, temperature: float) -> None:
+    """They join and leave at any time, some end at stop tokens, and prompts, shared by two each, fill pages or not."""
     model = dense(device)
     prompts, samplings = uneven(*((4, 30) if device == "cpu" else (12, 90)), temperature=temperature, stop_tokens=STOPS)
     prompts[1] = [3] * 64
@@ -90,8 +90,8 @@ def test_completions_of_uneven_lengths_equal_the_other_scheduler(device: str, te
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_completions_of_a_prompt_read_its_pages_together(device: str, monkeypatch) -> None:
-    """While some of a group leave, some begin later, and one is alone; some prompts fill no page."""
+def test_completions_of_a_prompt_share_its_pages(device: str, monkeypatch) -> None:
+    """Some of a group end, some start later, and one is alone; some prompts fill no page."""
     model = dense(device)
     source = random.Random(1)
     prompts = [[source.randrange(256) for _ in range(length)] for length in (64, 130, 5, 70)]
@@ -128,8 +128,8 @@ def test_completions_of_a_prompt_read_its_pages_together(device: str, monkeypatc
     ],
     ids=str,
 )
-def test_limits_change_no_completion(device: str, limits: dict[str, int], monkeypatch) -> None:
-    """Nor does what tokens are drawn from: all, the likeliest k, or as many as have some probability."""
+def test_memory_limits_do_not_change_completions(device: str, limits: dict[str, int], monkeypatch) -> None:
+    """Nor does the sampling: from all tokens, the top k, or top p."""
     model = dense(device)
     prompts, samplings = uneven(4, 60, seed=3, temperature=0.9, ignore_eos=True)
     for place, filtered in enumerate(({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1, "top_p": 0.8, "top_k": 20})):
@@ -143,8 +143,8 @@ def test_limits_change_no_completion(device: str, limits: dict[str, int], monkey
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_states_of_a_fixed_size_go_with_their_rows(device: str) -> None:
-    """Of recurrences and convolutions; with more answers than rows some begin late, from a prompt passed before."""
+def test_recurrent_states_follow_their_rows(device: str) -> None:
+    """Of recurrences and convolutions; with more completions than rows some start later from a cached prompt."""
     model = hybrid("[M-][G-][S-][*-]").to(device)
     prompts, samplings = uneven(3, 8, seed=1, temperature=1.0)
     expected = EagerGenerator(model).generate(prompts, samplings, n=3)
@@ -153,7 +153,7 @@ def test_states_of_a_fixed_size_go_with_their_rows(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pattern", ["[*-]{2}", "[*E]{2}", "[M-][G-][SE][*E]"])
-def test_bf16_stays_near_a_forward_of_the_whole_completion(pattern: str) -> None:
+def test_bf16_is_near_a_forward_of_the_full_completion(pattern: str) -> None:
     """bf16 keeps 8 bits, and log-probs here are about 5: 5e-2."""
     model = hybrid(pattern, torch.bfloat16).to("cuda")
     generator = Generator(model)
@@ -166,7 +166,7 @@ def test_bf16_stays_near_a_forward_of_the_whole_completion(pattern: str) -> None
 
 
 @pytest.mark.gpu
-def test_few_rows_take_products_of_their_own_and_more_add_in_place(monkeypatch) -> None:
+def test_few_rows_use_decode_kernels_and_more_rows_add_in_place(monkeypatch) -> None:
     """Both stay near a forward of the whole answer, as above; four products a layer in every step of few."""
     model = hybrid("[*-]{2}", torch.bfloat16).to("cuda")
     kernels, calls = importlib.import_module("postlude.ops.kernels.decode_linear"), []
@@ -190,7 +190,7 @@ def test_few_rows_take_products_of_their_own_and_more_add_in_place(monkeypatch) 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_stop_strings_are_found_late_and_what_came_after_is_dropped(device: str) -> None:
+def test_tokens_after_a_stop_string_are_dropped(device: str) -> None:
     model, tokenizer = dense(device), load_tokenizer("tiny-dense")
     prompts, common = [list(b"begin"), list(b"other")], {"max_new_tokens": 30, "ignore_eos": True, "seed": 3}
     (free,), _ = EagerGenerator(model, tokenizer).generate(prompts, SamplingParams(**common))
@@ -205,8 +205,8 @@ def test_stop_strings_are_found_late_and_what_came_after_is_dropped(device: str)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_weights_are_read_at_the_call(device: str, monkeypatch) -> None:
-    """Changed where they are, and put elsewhere."""
+def test_changed_weights_are_used_in_the_next_call(device: str, monkeypatch) -> None:
+    """Changed in place, and replaced."""
     model = dense(device)
     generator, prompts, sampling = GraphGenerator(model), [[1, 2, 3]], SamplingParams(max_new_tokens=8, temperature=0.0)
     first = generator.generate(prompts, sampling)
@@ -233,7 +233,7 @@ def test_weights_are_read_at_the_call(device: str, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_logits_that_are_no_numbers_are_an_error(device: str) -> None:
+def test_nan_logits_raise(device: str) -> None:
     model = load_model("tiny-dense").to(device)
     generator = GraphGenerator(model)
     with torch.no_grad():
@@ -246,8 +246,8 @@ def test_logits_that_are_no_numbers_are_an_error(device: str) -> None:
     assert_alike(generator.generate([[1, 2, 3]], sampling), EagerGenerator(model).generate([[1, 2, 3]], sampling))
 
 
-def spoil(model: LanguageModel, token: int) -> None:
-    """After this token nothing is a number, whatever came before."""
+def make_nan_after_token(model: LanguageModel, token: int) -> None:
+    """Makes all logits NaN after this token."""
     model.embedding.register_forward_hook(
         lambda _, arguments, hidden: hidden.masked_fill((arguments[0] == token)[:, None], torch.nan)
     )
@@ -255,15 +255,15 @@ def spoil(model: LanguageModel, token: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("generator_type", [EagerGenerator, GraphGenerator])
-def test_a_completion_that_fails_costs_no_other_and_the_generator_stays_usable(
+def test_failed_completion_affects_no_other_and_the_generator_stays_usable(
     generator_type: type[Generator], device: str
 ) -> None:
-    """One that begins with a token whose state is not a number; others run beside it and take its room after it."""
+    """Its first token gives a NaN state; others run next to it and reuse its memory afterwards."""
     model = dense(device)
     prompts, samplings = uneven(4, 10, seed=5, ignore_eos=True, stop_tokens=(7,))
     prompts[2] = [1, 2, 3]
     expected = EagerGenerator(model).generate(prompts, samplings, n=2)
-    spoil(model, 7)
+    make_nan_after_token(model, 7)
     session = Session(generator_type(model, max_sequences=3, max_batch_tokens=260))
     bad = {session.add(Request((5, 7, *prompts[2]), samplings[2], n=2)) for _ in range(3)}
     request_ids = [
@@ -286,7 +286,7 @@ def test_a_completion_that_fails_costs_no_other_and_the_generator_stays_usable(
 
 
 @pytest.mark.parametrize("generator_type", [EagerGenerator, GraphGenerator])
-def test_a_tokenizer_that_fails_at_one_completion_costs_no_other(generator_type: type[Generator]) -> None:
+def test_tokenizer_error_in_one_completion_affects_no_other(generator_type: type[Generator]) -> None:
     model, tokenizer = dense("cpu"), load_tokenizer("tiny-dense")
 
     class Fails:
@@ -308,7 +308,7 @@ def test_a_tokenizer_that_fails_at_one_completion_costs_no_other(generator_type:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_steps_are_recorded_unless_something_forbids_it() -> None:
+def test_steps_are_captured_on_gpu_unless_unsupported() -> None:
     model = load_model("tiny-dense").to("cuda")
     generator = Generator(model)
     generator.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
@@ -318,6 +318,6 @@ def test_on_a_gpu_steps_are_recorded_unless_something_forbids_it() -> None:
     assert "float64" in str(Generator(model.double()).why_no_cuda_graph())
 
 
-def test_the_reason_against_cuda_graphs_is_given() -> None:
+def test_reason_against_cuda_graphs_is_reported() -> None:
     generator = Generator(load_model("tiny-dense"))
     assert generator.why_no_cuda_graph() == "the model is on cpu"

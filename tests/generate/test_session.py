@@ -24,7 +24,7 @@ WAYS = pytest.mark.parametrize(
 
 
 def sharp(seed: int = 0, device: str = "cpu") -> LanguageModel:
-    """Weights large enough that the next token depends on every one before it."""
+    """Returns a model with weights large enough that the next token depends on every earlier one."""
     model = load_model("tiny-dense", seed=seed, device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -47,12 +47,12 @@ def make_requests(count: int) -> list[Request]:
 
 
 def generated(generator: Generator, requests: list[Request]) -> list[list[Completion]]:
-    """The same by one call."""
+    """Returns the same completions from one call."""
     return generator.generate([request.prompt for request in requests], [request.sampling for request in requests], n=N)
 
 
 def finished(session: Session, requests: list[Request], seed: int = 2) -> list[list[Completion]]:
-    """All answers, the requests joining at random times."""
+    """Returns all completions, with requests joining at random times."""
     source, waiting, request_ids, results = random.Random(seed), list(requests), [], {}
     while waiting or session.busy:
         while waiting and source.random() < 0.4:
@@ -65,7 +65,7 @@ def finished(session: Session, requests: list[Request], seed: int = 2) -> list[l
 
 
 def done(session: Session) -> dict[tuple[int, int], Completion]:
-    """The answers that a step finishes, by their request ids and numbers."""
+    """Returns the completions finished by a step, by request id and index."""
     return {
         (finished_completion.request_id, finished_completion.index): finished_completion.completion
         for finished_completion in session.step()
@@ -74,20 +74,20 @@ def done(session: Session) -> dict[tuple[int, int], Completion]:
 
 
 @WAYS
-def test_completions_are_those_of_one_call_whenever_requests_join(way: type[Generator], device: str) -> None:
+def test_completions_equal_one_call_whenever_requests_join(way: type[Generator], device: str) -> None:
     model, requests = sharp(device=device), make_requests(6)
     expected = generated(way(model), requests)
     assert_alike(finished(Session(way(model, max_sequences=4, max_batch_tokens=256)), requests), expected)
     assert_alike(finished(Session(way(model, max_batch_tokens=50)), requests, seed=3), expected)
 
 
-def test_one_alone_has_the_log_probs_of_generate_to_the_bit() -> None:
+def test_single_request_is_bit_identical_to_generate() -> None:
     model, session = sharp(), Session(Generator(sharp()))
     for request in make_requests(4):
         assert finished(session, [request]) == generated(Generator(model), [request])
 
 
-def test_a_completion_by_its_index_equals_that_of_all() -> None:
+def test_completion_requested_by_index_equals_that_of_the_full_request() -> None:
     generator = Generator(sharp())
     (three,) = generator.generate([[1, 2, 3]], [SamplingParams(max_new_tokens=6, seed=4)], n=3)
     separate_requests = [
@@ -99,7 +99,7 @@ def test_a_completion_by_its_index_equals_that_of_all() -> None:
 
 
 @WAYS
-def test_a_prompt_of_several_requests_passes_the_model_once(way: type[Generator], device: str) -> None:
+def test_prompt_of_several_requests_is_prefilled_once(way: type[Generator], device: str) -> None:
     model, batch_sizes = sharp(device=device), []
     hook = model.register_forward_pre_hook(lambda module, arguments: batch_sizes.append(len(arguments[0].tokens)))
     session = Session(way(model, max_batch_tokens=128))
@@ -112,7 +112,7 @@ def test_a_prompt_of_several_requests_passes_the_model_once(way: type[Generator]
 
 
 @WAYS
-def test_new_weights_are_used_from_where_they_came_on(way: type[Generator], device: str) -> None:
+def test_new_weights_are_used_from_the_next_token(way: type[Generator], device: str) -> None:
     old, new, model = (sharp(seed, device) for seed in (0, 1, 0))
     session = Session(way(model, max_batch_tokens=128), "a.1")
     requests = [Request((place, 7), SamplingParams(max_new_tokens=12, seed=place)) for place in range(3)]
@@ -154,7 +154,7 @@ def test_aborted_completions_leave_the_others_unchanged(way: type[Generator], de
     assert_alike(answered, [expected[place] for place in remaining])
 
 
-def test_a_request_that_cannot_be_is_a_sentence_and_harms_nobody() -> None:
+def test_invalid_request_gives_clear_error_and_affects_no_other() -> None:
     session = Session(Generator(sharp(), load_tokenizer("tiny-dense"), max_batch_tokens=64))
     session.add(Request((1,), SamplingParams(max_new_tokens=2)))
     for request, sentence in (

@@ -1,4 +1,4 @@
-"""Stop strings are found in text that arrives token by token, wherever tokens cut it."""
+"""Stop strings are found in text that arrives token by token, wherever token borders are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def tokenizer():
 
 
 def fed(tokenizer, text: bytes | list[int], stops: tuple[str, ...]) -> tuple[int, str | None]:
-    """Returns the number of tokens, and the stop string that they completed."""
+    """Returns the number of tokens read, and the stop string they completed."""
     watch, tokens = StopStrings(tokenizer, stops), list(text)
     for count in range(1, len(tokens) + 1):
         actual = watch.find(tokens[:count])
@@ -40,7 +40,7 @@ def test_a_stop_string_is_found_with_the_token_that_completes_it(tokenizer, text
     assert fed(tokenizer, text.encode(), stops) == (count, expected)
 
 
-def test_special_tokens_count_as_text_to_watch_but_not_to_show(tokenizer) -> None:
+def test_special_tokens_can_stop_but_are_not_in_the_text(tokenizer) -> None:
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     tokens = [*b"hi", end, *b"more"]
     assert fed(tokenizer, tokens, ("<|im_end|>",)) == (3, "<|im_end|>")

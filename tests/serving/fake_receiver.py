@@ -1,4 +1,4 @@
-"""A server process that receives weights as vLLM's workers do, but over gloo, and reports what it got."""
+"""A server process that receives weights like vLLM's workers, but over gloo, and reports what it received."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Spoil = Callable[["Receiver", str, int], None]
 
 
 class Receiver(FakeVLLM):
-    """`workers` of one server, each with a group of its own rank; it reports `reported_workers` of them."""
+    """The `workers` of one server, each with its own rank in the group; it reports `reported_workers` of them."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Receiver(FakeVLLM):
             case "/update_weights":
                 if not (self.active and self.groups):
                     raise Refusal(500, "NCCL weight transfer not initialized")
-                self.on_each_worker(self.take, body["update_info"])
+                self.on_each_worker(self.receive_tensors, body["update_info"])
             case "/finish_weight_update":
                 self.active, self.version = False, (body or {}).get("weight_version", self.version)
             case "/received":
@@ -87,8 +87,8 @@ class Receiver(FakeVLLM):
         self.groups.append(dist.ProcessGroupGloo(store, rank, info["world_size"], timedelta(seconds=20)))
         self.groups.sort(key=lambda group: group.rank())
 
-    def take(self, worker: int, info: Any) -> None:
-        """Tensors one behind the other until there are more bytes than a buffer has, as vLLM cuts them."""
+    def receive_tensors(self, worker: int, info: Any) -> None:
+        """Receives tensors one after another until a buffer is full, as vLLM cuts them."""
         waiting = list(zip(info["names"], info["dtype_names"], info["shapes"], strict=True))
         while waiting:
             chunk, size = [], 0
@@ -134,13 +134,13 @@ class Hangs:
             time.sleep(60)
 
 
-class Remote:
-    """One in a process of its own, while this is entered."""
+class RemoteReceiver:
+    """A receiver in another process, for the duration of the context."""
 
     def __init__(self, workers: int = 1, reported_workers: int | None = None, spoil: Spoil | None = None) -> None:
         self.options = {"workers": workers, "reported_workers": reported_workers, "spoil": spoil}
 
-    def __enter__(self) -> Remote:
+    def __enter__(self) -> RemoteReceiver:
         parent_pipe, child_pipe = SERVER.Pipe()
         self.process = SERVER.Process(target=_run, args=(child_pipe, self.options), daemon=True)
         self.process.start()

@@ -1,4 +1,4 @@
-"""vLLM's own NCCL engine with gloo under it, for a server on a CPU: loaded by the server, as `--worker-extension-cls`.
+"""vLLM's NCCL weight-transfer engine over gloo, for a CPU server, loaded by `--worker-extension-cls`.
 
 All else is vLLM's: how the words of a trainer are read, when an update begins and ends, how tensors become its weights.
 """
@@ -13,7 +13,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 
 
 class GlooEngine(NCCLWeightTransferEngine):
-    """Takes what is packed as the original does, cut where more bytes have come than a buffer has."""
+    """Receives packed tensors like the original, cut where a buffer is full."""
 
     def init_transfer_engine(self, init_info):
         assert init_info.packed

@@ -40,7 +40,7 @@ PROMPT = tuple(b"one by one")
 
 
 class LoRAServer(TinyVLLM):
-    """Loads adapters as vLLM does. `spoil` may change what it loads: configs, A and B."""
+    """Loads adapters like vLLM. `spoil` may change what it loads: configs, A and B."""
 
     def __init__(self, *, loads_adapters: bool = True) -> None:
         super().__init__()
@@ -88,8 +88,8 @@ def train(engine: Engine) -> None:
     engine.optimizer_step()
 
 
-def scored(engine: Engine, rollouts: ServerEngine) -> float:
-    """The largest difference between a completion's log-probs and the engine's."""
+def logprob_difference(engine: Engine, rollouts: ServerEngine) -> float:
+    """Returns the largest difference between a completion's log-probs and the engine's."""
     rollouts.submit(Request(PROMPT, GREEDY))
     (finished,) = rollouts.poll(60)
     assert finished.completion is not None, finished.error
@@ -113,7 +113,7 @@ def synced(group: Any, url: str, run: str, steps: int, rank: int = 4) -> dict[st
                 rollouts.sync_weights()
             except ServerError as error:
                 return {"gaps": gaps, "error": str(error), "kind": kind}
-            gaps.append(scored(engine, rollouts))
+            gaps.append(logprob_difference(engine, rollouts))
             sizes.append(rollouts.take_metrics()["servers/sync_bytes"])
         folder = getattr(rollouts.sync, "_adapter_root", None)
         file_names = sorted(path.name for path in folder.iterdir()) if folder is not None else []
@@ -135,7 +135,7 @@ def test_vllm_gets_the_model_once_and_then_adapters(ranks: Ranks, tmp_path: Path
     assert actual["kind"] == "AdapterSync"
 
 
-def test_our_own_server_gets_adapters(ranks: Ranks, tmp_path: Path) -> None:
+def test_postlude_server_gets_adapters(ranks: Ranks, tmp_path: Path) -> None:
     model = load_model(config("tiny-dense", num_hidden_layers=2, tie_word_embeddings=False))
     with serving(Generator(model, byte_tokenizer(), eos_tokens=())) as (served, url):
         (actual,) = ranks(1, synced, url, str(tmp_path), 3)
@@ -179,7 +179,7 @@ def test_a_server_without_adapters_gets_merged_weights(ranks: Ranks, tmp_path: P
     assert max(actual["gaps"]) < 1e-4
 
 
-def test_the_rank_of_a_launched_vllm_is_that_of_the_files() -> None:
+def test_launched_vllm_gets_the_lora_rank_of_the_files() -> None:
     assert [vllm_lora_rank(rank) for rank in (1, 4, 16, 17, 300, 512)] == [1, 8, 16, 32, 320, 512]
     with pytest.raises(ValueError, match="the adapters have rank 513, but vLLM takes at most 512"):
         vllm_lora_rank(513)

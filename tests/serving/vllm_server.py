@@ -29,7 +29,7 @@ STARTED_WITHIN = 420.0
 
 @contextlib.contextmanager
 def vllm(directory: Path, home: Path, *options: str, path: Path | None = None) -> Iterator[str]:
-    """The address of a server of the model in `directory`, which ends with the block, and all its processes with it.
+    """Yields the address of a server of the model in `directory`, which ends with the context and all its processes.
 
     `path` is where it finds modules besides its own.
     """
