@@ -1,4 +1,4 @@
-"""Commands in forked processes that have imported torch already: as in new ones, without the seconds of their start."""
+"""Runs commands in forked processes that have already imported torch, which saves seconds per command."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run_command(words: list[str], directory: Path) -> subprocess.CompletedProces
 
 
 def run_on_shared_ranks(ranks: Ranks) -> Callable[..., Any]:
-    """Returns what a command can have in place of `run_on_ranks`: it starts none, and uses those that tests share."""
+    """Returns a replacement for `run_on_ranks` that starts no ranks and uses the shared ones."""
 
     def run(function: Callable[..., Any], *arguments: Any, nproc: int, **_: Any) -> Any:
         return ranks(nproc, _call, function, *arguments)[0]

@@ -1,4 +1,4 @@
-"""Ranks over gloo that are kept between tests: started on first use, and shared by tests with as many ranks."""
+"""Gloo ranks that are kept between tests: started on first use, and shared by tests with the same number of ranks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Imports make many objects and free few: looking for garbage among them takes a fifth of the time."""
+    """Disables garbage collection during collection, where it takes a fifth of the time."""
     gc.disable()
     try:
         return (yield)
@@ -67,7 +67,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, so that in the end no worker waits for another (`--no-loadscope-reorder`)."""
+    """Puts files with slow tests first, so that no worker is idle at the end (`--no-loadscope-reorder`)."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     if not torch.cuda.is_available():
@@ -113,7 +113,7 @@ class Ranks:
         return results
 
     def _receive(self, size: int, patience: float) -> tuple[list[Any], list[str]]:
-        """Returns the ranks' results, and the errors of those that failed, the first to fail first."""
+        """Returns the ranks' results, and the errors of those that failed, in order of failure."""
         waiting = {connection: rank for rank, (connection, _) in enumerate(self.pools[size])}
         results: list[Any] = [None] * size
         errors: list[str] = []
@@ -131,7 +131,7 @@ class Ranks:
         return results, errors + [f"rank {rank} did not answer" for rank in waiting.values()]
 
     def _signal(self, size: int, number: signal.Signals) -> None:
-        """Stops or continues ranks between calls: their gloo groups would take a tenth of a core for nothing."""
+        """Stops or continues ranks between calls: their idle gloo groups use a tenth of a core."""
         if self.serve is _serve:  # others may have threads that must not be late
             for _, process in self.pools[size]:
                 with suppress(ProcessLookupError):
@@ -173,7 +173,7 @@ def _serve(rank: int, size: int, rendezvous: str, connection: Connection) -> Non
 
 
 def answer_calls(rank: int, connection: Connection) -> None:
-    """Run what the tests send, until they are over."""
+    """Runs the functions that tests send, until the tests end."""
     while True:
         try:
             function, arguments = connection.recv()

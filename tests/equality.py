@@ -1,4 +1,4 @@
-"""The one tolerance: two tensors are equal when they differ by at most 1e-5 of the larger one's scale."""
+"""The common tolerance: two tensors are equal when they differ by at most 1e-5 of the larger one's scale."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ TOLERANCE = 1e-5
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference, relative to the largest expected magnitude."""
+    """Returns the largest difference, relative to the largest expected magnitude."""
     assert actual.shape == expected.shape, f"{tuple(actual.shape)} is not {tuple(expected.shape)}"
     if expected.numel() == 0:
         return 0.0

@@ -1,4 +1,4 @@
-"""Ranks of nobody: processes with torchrun's variables and no agent above them, forked with everything imported."""
+"""Ranks without an agent: processes with torchrun's variables, forked with everything imported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATIENCE = 300  # seconds until a process that should end by itself is given up
 
 
 class PlainRanks:
-    """`function(*arguments)` on ranks that begin when this is entered, and are no more when it is left."""
+    """Runs `function(*arguments)` on ranks that start with the context and end with it."""
 
     def __init__(self, size: int, timeout: float, function: Callable[..., Any], *arguments: Any) -> None:
         self.size, self.work = size, (timeout, function, arguments)
@@ -30,7 +30,7 @@ class PlainRanks:
         for rank in range(self.size):
             parent_pipe, child_pipe = SERVER.Pipe()
             variables = {**place, "RANK": str(rank), "WORLD_SIZE": str(self.size)}
-            process = SERVER.Process(target=_be_a_rank, args=(variables, child_pipe, *self.work))
+            process = SERVER.Process(target=_run_rank, args=(variables, child_pipe, *self.work))
             process.start()
             child_pipe.close()  # so that the end of a rank without a message is noticed
             self.started.append((process, parent_pipe))
@@ -48,7 +48,7 @@ class PlainRanks:
             process.join()
 
 
-def _be_a_rank(
+def _run_rank(
     variables: dict[str, str],
     reports: Connection,
     timeout: float,

@@ -1,4 +1,4 @@
-"""The process groups of the long-lived ranks, used again by the next call that makes the same ones.
+"""Process groups of the shared ranks, reused by the next call that makes the same ones.
 
 A gloo group has three threads that wake a hundred times a second as long as it lives, about a millisecond of CPU time
 a second. The groups of forty runs would take a tenth of a core on every rank, also while nobody uses them. They cannot
@@ -30,7 +30,7 @@ class CallGroups:
         self.make = dist.new_group
 
     def begin_call(self) -> None:
-        """Frees the groups of the call before. Every rank has answered it, so none uses them any more."""
+        """Frees the groups of the previous call, which every rank has completed."""
         self.used.clear()
 
     @contextmanager
@@ -41,7 +41,7 @@ class CallGroups:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Makes groups in the block that later calls do not get: whoever makes them keeps them."""
+        """Makes groups in the context that later calls do not reuse; the caller keeps them."""
         with patch.object(dist, "new_group", self.make):
             yield
 

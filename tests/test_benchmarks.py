@@ -1,4 +1,4 @@
-"""The benchmarks of steps: they count FLOPs right, compare like with like, and run on any machine."""
+"""The step benchmarks count FLOPs correctly, compare equal work, and run on any machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import one as the script that it is: with its own folder on the path, and gone again afterwards."""
+    """Imports one as a script: with its folder on the path, which is removed afterwards."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     names = (
         "workloads",
@@ -54,7 +54,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name, None)
 
 
-def test_mixes_are_those_of_the_tables(load: Any) -> None:
+def test_length_mixes_equal_the_published_tables(load: Any) -> None:
     mixes = load("workloads").MIXES
     lengths, long_tail = mixes["log-normal"](), mixes["long-tail"]()
     assert (len(lengths), sum(lengths), max(lengths)) == (64, 55_399, 4096)
@@ -62,8 +62,8 @@ def test_mixes_are_those_of_the_tables(load: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", ["smoke", "smoke-moe"])
-def test_flops_are_those_that_torch_counts(load: Any, shape: str) -> None:
-    """In transformers' model, whose attention sees all pairs, where half of them are causal."""
+def test_flops_equal_torchs_counter(load: Any, shape: str) -> None:
+    """For transformers' model, whose attention computes all pairs instead of the causal half."""
     workloads, length = load("workloads"), 12
     config = workloads.SHAPES[shape]()
     config._experts_implementation = "eager"  # the counter knows no grouped product
@@ -77,7 +77,7 @@ def test_flops_are_those_that_torch_counts(load: Any, shape: str) -> None:
 
 
 def test_compared_implementations_compute_the_same(load: Any, tmp_path: Path) -> None:
-    """The same weights and sequences: our losses, packed and padded, are the padded peers'."""
+    """With equal weights and sequences, packed and padded losses equal those of the padded peers."""
     workloads, peers, train_step = load("workloads"), load("peers"), load("train_step")
     config = workloads.SHAPES["smoke"]()
     sample = workloads.Sample.of(workloads.MIXES["smoke"](), config.vocab_size)
@@ -99,8 +99,8 @@ def test_compared_implementations_compute_the_same(load: Any, tmp_path: Path) ->
                 assert_equal(torch.tensor(engine.evaluate_loss(microbatches, objective).loss), torch.tensor(loss))
 
 
-def test_growth_is_told_by_the_upper_half_of_an_axis(load: Any) -> None:
-    """Below it a constant part hides the power; what attention takes is no part of the rest."""
+def test_growth_is_fitted_on_the_upper_half_of_an_axis(load: Any) -> None:
+    """A constant term hides the power below it; attention is fitted separately."""
     growth = load("growth")
     sizes = [2**power for power in range(10, 18)]
     assert growth.exponent(sizes, [3.0 * size**2 for size in sizes]) == 2.0
@@ -114,15 +114,15 @@ def test_growth_is_told_by_the_upper_half_of_an_axis(load: Any) -> None:
     assert fit["superlinear"] == ["time", "memory"]
 
 
-def test_an_axis_changes_what_it_names(load: Any) -> None:
-    """The size is changed whatever name transformers has for it."""
+def test_axis_changes_the_config_field_it_names(load: Any) -> None:
+    """Whatever transformers calls the field."""
     config = load("growth").changed("smoke-moe", num_experts=8, num_hidden_layers=1)
     routers = [parameter for name, parameter in load_model(config).named_parameters() if name.endswith("router.weight")]
     assert [parameter.shape for parameter in routers] == [(8, 32)]
 
 
-def test_the_page_shows_the_results_that_are_kept(load: Any) -> None:
-    """`benchmarks/report.py benchmarks/results/*.json --page docs/benchmarks.md` leaves the page as it is."""
+def test_benchmarks_page_equals_the_stored_results(load: Any) -> None:
+    """`benchmarks/report.py benchmarks/results/*.json --page docs/benchmarks.md` leaves the page unchanged."""
     report = load("report")
     page = (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text()
     results = report.read(sorted((BENCHMARKS / "results").glob("*_h200.json")))
@@ -135,8 +135,8 @@ HEADLINE = BENCHMARKS / "results" / "headline_h200.json"
 
 
 @pytest.mark.parametrize("page", ["docs/benchmarks.md", "README.md"])
-def test_pages_show_the_headline_results_that_are_kept(load: Any, page: str) -> None:
-    """`benchmarks/headline.py --draw benchmarks/results/headline_h200.json PAGE` leaves the page as it is."""
+def test_headline_tables_equal_the_stored_results(load: Any, page: str) -> None:
+    """`benchmarks/headline.py --draw benchmarks/results/headline_h200.json PAGE` leaves the page unchanged."""
     table = load("headline_table")
     text = (BENCHMARKS.parent / page).read_text()
     measured = table.read(json.loads(HEADLINE.read_text()))
@@ -144,8 +144,8 @@ def test_pages_show_the_headline_results_that_are_kept(load: Any, page: str) -> 
     assert table.drawn(measured, text) == text
 
 
-def run_of(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Returns the JSON of a run: by round, and by "group/case", what was found."""
+def headline_run(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Returns the JSON of a run: by round and by "group/case", the results."""
     cases = [
         {"group": key.split("/")[0], "case": key.split("/")[1], "round": number} | measured
         for number, found_in_round in enumerate(rounds)
@@ -154,10 +154,10 @@ def run_of(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     return {"cases": cases}
 
 
-def test_a_headline_figure_is_the_median_of_its_rounds_beside_its_peer(load: Any) -> None:
+def test_headline_figure_is_the_median_over_rounds_with_its_peers(load: Any) -> None:
     table = load("headline_table")
     speeds = [1, 90, 110, 100]  # the first is of the warm-up
-    run = run_of(
+    run = headline_run(
         [{"ours/a": {"tokens_per_second": speed}, "peer/b": {"tokens_per_second": 50}} for speed in speeds]
         + [{"ours/all": {"failed": "its process ended"}}]
     )
@@ -178,14 +178,14 @@ def test_a_headline_figure_is_the_median_of_its_rounds_beside_its_peer(load: Any
     assert (slow.verdict(2.9), slow.verdict(3.1)) == ("3 s: met", "3 s: missed")
 
 
-def test_a_page_without_a_place_for_the_headline_is_refused(load: Any) -> None:
+def test_page_without_headline_markers_is_refused(load: Any) -> None:
     table = load("headline_table")
     with pytest.raises(SystemExit, match="no place for a table"):
         table.drawn(table.read({"cases": []}), "# a page")
 
 
 class Process:
-    """A process that was ended."""
+    """A process that has ended."""
 
     ended = 0
 
@@ -196,7 +196,7 @@ class Process:
         pass
 
 
-def test_a_headline_process_that_is_slow_or_ends_is_a_result(load: Any) -> None:
+def test_headline_process_that_times_out_or_dies_is_recorded(load: Any) -> None:
     headline = load("headline")
     for closed, reason in ((False, "not finished in time"), (True, "its process ended")):
         connection, child_connection = multiprocessing.Pipe()
@@ -213,8 +213,8 @@ def test_a_headline_turn_leaves_time_for_more_important_groups(load: Any) -> Non
     assert [reserved([10.0, 5.0], number, 3) for number in (1, 2, 3)] == [0.0, 15.0, 0.0]
 
 
-def test_headline_tables_name_cases_that_are_measured(load: Any) -> None:
-    """A table's line without a case would read "not measured" for ever."""
+def test_headline_tables_name_measured_cases(load: Any) -> None:
+    """A row without a case would always read "not measured"."""
     cases, table = load("headline_cases"), load("headline_table")
     lines = [*table.TRAINING, *table.generation()]
     keys = {key for line in lines for key in (line.key, line.peer) if key is not None}
@@ -226,7 +226,7 @@ def test_headline_tables_name_cases_that_are_measured(load: Any) -> None:
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_every_headline_group_that_needs_no_gpu_measures_its_cases(load: Any) -> None:
-    """Each with a tiny model. Slow, since every benchmark of the page runs once."""
+    """Each with a tiny model. Slow, since every benchmark runs once."""
     cases = load("headline_cases")
     with ranks(device="cpu"):
         for group in cases.GROUPS:
@@ -259,7 +259,7 @@ SMOKES = {
 @pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMOKES)
-def test_a_benchmark_runs_and_writes_what_it_found(load: Any, tmp_path: Path, name: str) -> None:
+def test_benchmark_runs_and_writes_its_results(load: Any, tmp_path: Path, name: str) -> None:
     path = tmp_path / "found.json"
     results = load(name).main(["--smoke", "--device", "cpu", "--json", str(path), *SMOKES[name]])
     assert results

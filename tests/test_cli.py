@@ -1,4 +1,4 @@
-"""The command line: what it prints is what the library computes; a mistake is a sentence and exit code 2."""
+"""The command line prints what the library computes; user errors give one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_info_counts_every_parameter(capsys) -> None:
     assert f"{moe:,}" in printed
 
 
-def test_info_shows_every_pattern_as_it_is(tmp_path: Path, capsys) -> None:
+def test_info_prints_every_pattern(tmp_path: Path, capsys) -> None:
     from transformers import MistralConfig
 
     MistralConfig(sliding_window=8, num_hidden_layers=3).save_pretrained(tmp_path)
@@ -69,7 +69,7 @@ def test_convert_writes_a_model_that_scores_the_same(tmp_path: Path, capsys) -> 
     assert "'o'" in capsys.readouterr().out
 
 
-def test_tokens_are_shown_as_they_are(tmp_path: Path, capsys) -> None:
+def test_logprobs_prints_tokens_verbatim(tmp_path: Path, capsys) -> None:
     assert main(["convert", "tiny-dense", str(tmp_path / "model[bold]")]) == 0
     assert str(tmp_path / "model[bold]") in capsys.readouterr().out
     tokenizer = load_tokenizer("tiny-dense")
@@ -84,7 +84,7 @@ def test_tokens_are_shown_as_they_are(tmp_path: Path, capsys) -> None:
     assert "'[/INST]'" in capsys.readouterr().out
 
 
-def test_info_names_what_an_adapter_lacks(tmp_path: Path, capsys) -> None:
+def test_info_names_missing_parts_of_an_adapter(tmp_path: Path, capsys) -> None:
     write_adapter(tmp_path, {"peft_type": "LORA", "lora_alpha": 8}, {"a": torch.zeros(2)})
     assert main(["info", str(tmp_path)]) == 2
     assert "the adapter's config has r=None, but it is a number above 0." in capsys.readouterr().err
@@ -106,7 +106,7 @@ def test_convert_overwrites_another_model_only_with_overwrite(tmp_path: Path, ca
     assert main([*arguments, "--overwrite"]) == 0
 
 
-def test_convert_to_another_pattern_and_back_is_the_model_it_was(tmp_path: Path, capsys) -> None:
+def test_convert_to_another_pattern_and_back_round_trips(tmp_path: Path, capsys) -> None:
     first, recast, back = (str(tmp_path / name) for name in ("first", "own", "back"))
     assert main(["convert", "tiny-dense", first]) == 0
     assert main(["convert", first, recast, "--pattern", "*-*-*-*-"]) == 0
@@ -177,7 +177,7 @@ def test_a_model_without_a_family_is_scored_trained_and_loaded_again(tmp_path: P
         (["logprobs", "BROKEN", "--text", "hi"], "postlude.json describes no model: its format is 7"),
     ],
 )
-def test_a_pattern_or_a_description_that_is_none_is_a_sentence(
+def test_invalid_pattern_or_description_gives_clear_error(
     arguments: list[str], sentence: str, tmp_path: Path, capsys
 ) -> None:
     from transformers import LlamaConfig
@@ -255,7 +255,7 @@ def test_a_pattern_or_a_description_that_is_none_is_a_sentence(
         ([], "required: COMMAND"),
     ],
 )
-def test_a_mistake_is_a_sentence_and_exit_code_2(arguments: list[str], sentence: str, capsys) -> None:
+def test_user_error_gives_one_line_and_exit_code_2(arguments: list[str], sentence: str, capsys) -> None:
     try:
         code = main(arguments)
     except SystemExit as stop:
@@ -268,14 +268,14 @@ def test_a_mistake_is_a_sentence_and_exit_code_2(arguments: list[str], sentence:
 
 
 @pytest.mark.parametrize("words", ["convert tiny-dense", "schema grpo --to", "report RUN --to", "trace tiny-moe --to"])
-def test_a_place_below_a_file_is_refused_before_anything_is_done(words: str, tmp_path: Path, capsys) -> None:
+def test_output_path_below_a_file_is_refused_first(words: str, tmp_path: Path, capsys) -> None:
     (tmp_path / "metrics.jsonl").touch()
     below = tmp_path / "metrics.jsonl" / "below" / "it"
     assert main([*words.replace("RUN", str(tmp_path)).split(), str(below)]) == 2
     assert f"but {tmp_path / 'metrics.jsonl'} is a file. Give " in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_refused_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_port_in_use_is_refused_before_loading_a_model(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(serve, "load_generator", lambda *_, **__: pytest.fail("a model was loaded"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -283,13 +283,13 @@ def test_a_port_that_is_taken_is_refused_before_a_model_is_loaded(monkeypatch: p
     assert f"cannot listen at 127.0.0.1, port {port}: address already in use. Give" in capsys.readouterr().err
 
 
-def test_an_error_of_the_file_system_is_one_sentence(tmp_path: Path, capsys) -> None:
+def test_file_system_error_gives_one_line(tmp_path: Path, capsys) -> None:
     assert main(["schema", "grpo", "--to", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"postlude schema: {tmp_path} cannot be used: is a directory.\n"
 
 
 @pytest.mark.parametrize("words", ["plan MODEL --seq 8", "verify MODEL --layout tp=2"])
-def test_a_config_of_another_name_is_not_taken_for_its_neighbour(words: str, tmp_path: Path, capsys) -> None:
+def test_similarly_named_config_is_not_used(words: str, tmp_path: Path, capsys) -> None:
     read_description("tiny-dense").save_pretrained(tmp_path)
     (tmp_path / "other.json").write_text('{"model_type": "qwen3"}')
     assert main(words.replace("MODEL", str(tmp_path / "other.json")).split()) == 2
@@ -306,7 +306,7 @@ def test_info_prints_the_training_memory_of_the_planner(capsys) -> None:
     assert float(shown_text[1]) == pytest.approx(sum(map(float, parts)), abs=0.2)
 
 
-def test_an_error_names_where_a_missing_tokenizer_belongs(tmp_path: Path, capsys) -> None:
+def test_missing_tokenizer_error_names_its_directory(tmp_path: Path, capsys) -> None:
     source = export_hf(load_model("tiny-dense"), tmp_path / "bare")
     assert main(["logprobs", str(source), "--text", "hi"]) == 2
     assert "has no tokenizer. Put the model's tokenizer.json" in capsys.readouterr().err
@@ -314,20 +314,20 @@ def test_an_error_names_where_a_missing_tokenizer_belongs(tmp_path: Path, capsys
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, though this process may have been started to ignore it."""
+    """Makes SIGINT raise KeyboardInterrupt, even if this process was started to ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_that_meets_an_object_going_is_not_lost(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    class Going:
+def test_interrupt_during_object_deletion_is_not_lost(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    class InterruptedOnDelete:
         def __del__(self) -> None:
             raise KeyboardInterrupt
 
     def run(options: Any) -> None:
-        Going()
+        InterruptedOnDelete()
         for _ in range(30_000):  # until the interrupt comes
             time.sleep(0.01)
 
@@ -337,7 +337,7 @@ def test_an_interrupt_that_meets_an_object_going_is_not_lost(monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_the_installed_command_answers() -> None:
+def test_installed_command_runs() -> None:
     command = Path(sys.executable).with_name("postlude")
     if not command.exists():
         pytest.skip("postlude is not installed beside this interpreter, only on its path")
@@ -346,7 +346,7 @@ def test_the_installed_command_answers() -> None:
 
 
 class TestVerify:
-    def test_the_exit_code_tells(
+    def test_exit_code_reports_the_result(
         self, ranks: Ranks, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         reports: list[Report] = []
@@ -363,14 +363,14 @@ class TestVerify:
         assert "the gradient furthest off is model." in output
         assert "1 of 1 differ by more than 1e-12" in output
 
-    def test_no_rank_is_started_for_a_layout_that_cannot_be(
+    def test_no_rank_starts_for_an_invalid_layout(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(verify, "run_on_ranks", lambda *args, **options: pytest.fail("ranks were started"))
         assert main(["verify", "tiny-dense", "--layout", "tp=2", "--layout", "tp=3"]) == 2
         assert "8 heads" in capsys.readouterr().err
 
-    def test_layouts_of_as_many_ranks_share_one_start_and_a_table_of_80_columns(
+    def test_layouts_with_the_same_number_of_ranks_share_one_launch_and_an_80_column_table(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         starts = []
@@ -399,7 +399,7 @@ class TestGrpo:
         assert "lr: 3.0e-05" in output or "lr: 3e-05" in output
         assert "pp: 2" in output
 
-    def test_mistakes_are_sentences(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def test_user_errors_give_one_line(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert main(["grpo", "demo", "--optimzer.lr", "1"]) == 2
         assert 'did you mean "optimizer.lr"?' in capsys.readouterr().err
         assert main(["grpo", str(tmp_path / "none.yaml")]) == 2
@@ -408,7 +408,7 @@ class TestGrpo:
         assert "no-run" in capsys.readouterr().err
 
 
-def test_an_objective_that_returns_no_loss_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_objective_that_returns_no_loss_gives_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text("def mine(inputs):\n    return 3\n")
     (tmp_path / "rows.jsonl").write_text('{"text": "one two three"}\n' * 4)
     settings = [f"--objective={tmp_path}/mine.py:mine", f"--data.path={tmp_path}/rows.jsonl", "--held_out.rows=0"]

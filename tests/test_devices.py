@@ -1,4 +1,4 @@
-"""Every rank computes on a GPU of its own where there is one, however its launcher shows it, or it is said aloud."""
+"""Each rank uses its own GPU where there is one, however the launcher exposes it; sharing a GPU gives a warning."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALL = ("a", "b", "c", "d")
 
 
 def agreed_devices(visible: list[VisibleDevices]) -> list[DeviceAssignment]:
-    """Returns the device of each rank, as the ranks agree on it through a store."""
+    """Returns the device of each rank, agreed on through a store."""
     store = dist.HashStore()
     with ThreadPoolExecutor(len(visible)) as threads:
         return list(
@@ -54,16 +54,14 @@ def agreed_devices(visible: list[VisibleDevices]) -> list[DeviceAssignment]:
         ),
     ],
 )
-def test_ranks_that_need_not_share_a_gpu_do_not_and_speak_through_nccl(
-    visible: list[VisibleDevices], gpus: list[int]
-) -> None:
+def test_ranks_get_separate_gpus_and_use_nccl(visible: list[VisibleDevices], gpus: list[int]) -> None:
     assignments = agreed_devices(visible)
     assert [place.gpu for place in assignments] == gpus
     assert [str(place.device) for place in assignments] == [f"cuda:{gpu}" for gpu in gpus]
     assert {(place.backend, place.shared, place.refusal) for place in assignments} == {("nccl", "", "")}
 
 
-def test_ranks_that_share_a_gpu_stay_on_it_through_gloo_and_say_so() -> None:
+def test_ranks_that_share_a_gpu_use_gloo_with_a_warning() -> None:
     assignments = agreed_devices(
         [VisibleDevices("x", ("a", "b"), rank) for rank in range(3)] + [VisibleDevices("y", ("c",), 0)]
     )
@@ -75,7 +73,7 @@ def test_ranks_that_share_a_gpu_stay_on_it_through_gloo_and_say_so() -> None:
     }
 
 
-def test_ranks_that_share_a_gpu_are_hosts_of_their_own_to_nccl() -> None:
+def test_ranks_that_share_a_gpu_have_distinct_nccl_host_ids() -> None:
     same_host = agreed_devices([VisibleDevices("x", ("a",)), VisibleDevices("x", ("a",))])
     assert [place.nccl_variables(rank) for rank, place in enumerate(same_host)] == [
         {"NCCL_HOSTID": f"postlude-rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"} for rank in (0, 1)
@@ -95,7 +93,7 @@ def test_nccl_on_the_cpu_is_refused() -> None:
         pass
 
 
-def test_a_rank_without_a_gpu_among_others_is_named_on_all_of_them() -> None:
+def test_all_ranks_name_a_rank_without_a_gpu() -> None:
     assignments = agreed_devices([VisibleDevices("x", ("a",)), VisibleDevices("y", ()), VisibleDevices("z", ("b",))])
     assert {place.refusal for place in assignments} == {
         "rank 1 of 3 sees no GPU, but rank 0 does; give every rank one, or start all of them on the CPU (device cpu)."
@@ -104,7 +102,7 @@ def test_a_rank_without_a_gpu_among_others_is_named_on_all_of_them() -> None:
     assert (DeviceAssignment().backend, DeviceAssignment().device) == ("gloo", torch.device("cpu"))
 
 
-def test_a_device_that_is_not_there_is_a_sentence_before_any_rank_starts() -> None:
+def test_missing_device_gives_clear_error_before_any_rank_starts() -> None:
     count = torch.cuda.device_count()
     with pytest.raises(
         ValueError, match=rf"^device 'cuda:{count}' was requested, but torch sees {count} GPUs here.*cpu"
@@ -139,7 +137,7 @@ def rank_device() -> tuple[str, str, str, str]:
 
 
 @pytest.mark.gpu
-def test_one_rank_a_gpu_speaks_through_nccl_and_more_through_gloo(capfd, caplog) -> None:
+def test_one_rank_per_gpu_uses_nccl_and_more_use_gloo(capfd, caplog) -> None:
     with ranks(), caplog.at_level(logging.WARNING):
         assert rank_device() == ("nccl", "cuda:0", "cuda:0", "cuda")
     assert not caplog.records
@@ -152,7 +150,7 @@ def test_one_rank_a_gpu_speaks_through_nccl_and_more_through_gloo(capfd, caplog)
 
 
 @pytest.mark.gpu
-def test_rows_for_experts_need_not_wait_for_other_kernels_to_end() -> None:
+def test_expert_exchange_group_has_a_high_priority_stream() -> None:
     """A group that is asked for as the experts' has a stream that comes first."""
     with ranks():
         assert dist.get_backend() == "nccl"

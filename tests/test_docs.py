@@ -26,7 +26,7 @@ PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if "```python" in
 
 
 def blocks_of(page: Path, language: str = "python") -> list[tuple[int, str]]:
-    """Returns the blocks of code of a page: the line before each, and its text."""
+    """Returns the code blocks of a page: the line before each, and its text."""
     text = page.read_text()
     matches = re.finditer(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return [(text[: block.start()].count("\n") + 1, block.group(1)) for block in matches]
@@ -64,9 +64,7 @@ COMMANDS = [
 @pytest.mark.parametrize(
     ("page", "words"), COMMANDS, ids=lambda value: value if isinstance(value, str) else " ".join(value[1:])
 )
-def test_a_command_in_the_documentation_is_understood(
-    page: str, words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_in_the_documentation_is_valid(page: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     load(RECIPES[words[1]].config, Path(words[2]), [word for word in words[3:] if word != "--dry-run"])
 
@@ -74,14 +72,14 @@ def test_a_command_in_the_documentation_is_understood(
 @pytest.mark.parametrize(
     ("model", "layout"), [("tiny-dense", "tp=3"), ("tiny-moe", "dp_shard=3,ep=3"), ("tiny-dense", "pp=2,vpp=4")]
 )
-def test_a_refusal_in_the_page_on_parallelism_is_what_is_said(model: str, layout: str) -> None:
+def test_error_in_the_parallelism_page_equals_the_real_one(model: str, layout: str) -> None:
     with pytest.raises(ValueError, match="cannot") as refused:
         read_model(model)[1].check_layout(Layout.parse(layout))
     assert f"`{refused.value}`" in " ".join((ROOT / "docs" / "parallelism.md").read_text().split())
 
 
 @pytest.mark.parametrize("page", [README, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name)
-def test_a_whole_command_has_all_that_it_needs(page: Path) -> None:
+def test_full_commands_have_all_required_arguments(page: Path) -> None:
     """Checks commands with arguments; `postlude verify` alone is the name of a command."""
     commands = re.findall(
         r"`(postlude \w+ [^-`][^`]*)`|^(?:\$ )?(postlude \w+ [^-].*)$", page.read_text(), re.MULTILINE
@@ -111,7 +109,7 @@ LONGEST_PATH = 6000  # lines
 
 
 @pytest.mark.parametrize("path", PATHS, ids=["GRPO step", "vLLM request", "decode step"])
-def test_a_reading_path_exists_and_is_as_long_as_it_says(path: str) -> None:
+def test_reading_path_exists_with_its_stated_length(path: str) -> None:
     """Its line counts are right to within 10 %."""
     stated = {file: int(lines) for file, lines in re.findall(r"\| `([\w/]+\.py)` \| (\d+) \|", path)}
     actual = {file: len((ROOT / "src" / "postlude" / file).read_text().splitlines()) for file in stated}
@@ -164,7 +162,7 @@ def test_architecture_has_a_worked_example_for_each_extension() -> None:
 
 
 @pytest.mark.parametrize("page", [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))])
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_are_valid(page: Path) -> None:
     for target, heading in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
         if "://" not in target:
             linked_page = page.parent / target if target else page
@@ -176,7 +174,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_cookbook_shows_the_processors_of_the_examples() -> None:
-    """And each has at most 25 lines."""
+    """Each has at most 25 lines."""
     cookbook = (ROOT / "docs" / "cookbook.md").read_text()
     paths = sorted((ROOT / "examples" / "peers").glob("*.py"))
     assert len(paths) == 3

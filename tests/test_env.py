@@ -1,4 +1,4 @@
-"""`postlude env` says what a bug report needs: versions, devices, and of each kernel whether it is used and why not."""
+"""`postlude env` prints what a bug report needs: versions, devices, and for each kernel whether it is used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FUNCTIONS = {"use_kernel", "_use_kernel", "warn_of_fallback", "was_measured"}
 
 
 def kernels_of_the_source() -> set[str]:
-    """The names that the operations give to the functions of capabilities.py."""
+    """Returns the names that operations pass to the functions of capabilities.py."""
     names = set()
     for path in (Path(postlude.__file__).parent).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -40,7 +40,7 @@ def test_every_kernel_is_listed() -> None:
     assert set(KERNELS) == kernels_of_the_source()
 
 
-def test_it_prints_the_same_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_and_json_output_agree(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "--json"]) == 0
     described = json.loads(capsys.readouterr().out)
     assert described["packages"]["torch"] == str(torch.__version__)
@@ -70,10 +70,10 @@ def test_no_secret_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         ("A100", HOPPER | FP8),
     ],
 )
-def test_each_kernel_that_a_named_gpu_does_not_get_has_its_reason(
+def test_every_unused_kernel_of_a_named_gpu_has_a_reason(
     name: str, unused: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With Triton 3.6: an H200 gets every kernel, other GPUs those that were not measured on Hopper alone."""
+    """With Triton 3.6: an H200 uses every kernel, other GPUs those not measured on Hopper only."""
     pytest.importorskip("triton")
     monkeypatch.delenv(capabilities.OVERRIDE, raising=False)
     monkeypatch.setattr(capabilities, "version_of", lambda package: "3.6.0")
@@ -95,6 +95,6 @@ def test_each_kernel_that_a_named_gpu_does_not_get_has_its_reason(
         )
 
 
-def test_an_unknown_gpu_is_refused_with_those_that_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_gpu_error_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "--gpu", "V100"]) != 0
     assert "GPU 'V100' is not in the table of kernels; it has A100, L40S" in capsys.readouterr().err

@@ -41,7 +41,7 @@ def run(name: str, output: Path) -> None:
 @pytest.mark.parametrize("name", USES_OF_THE_SEAM)
 @pytest.mark.slow
 def test_example_runs_and_is_short(tmp_path: Path, name: str) -> None:
-    """In a process without ranks, as a user starts it. Each example ends with its own assertions."""
+    """Runs in a process without ranks, as a user starts it. Each example ends with its own assertions."""
     source = (EXAMPLES / f"{name}.py").read_text()
     code = [line for line in source.splitlines() if line.strip() and not line.startswith(("import", "from", '"""'))]
     assert len(code) <= 25
@@ -52,7 +52,7 @@ def test_example_runs_and_is_short(tmp_path: Path, name: str) -> None:
     assert (tmp_path / "output").read_text().strip()
 
 
-def test_every_extension_is_one_short_file_that_contributing_lists() -> None:
+def test_every_extension_example_is_one_short_file_listed_in_contributing() -> None:
     contributing = (ROOT / "CONTRIBUTING.md").read_text()
     for name in EXTENSIONS:
         assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 60
@@ -65,7 +65,7 @@ def family_in(group: Any, layout: str) -> float:
 
 
 @pytest.mark.parametrize("layout", ["tp=2", "pp=2"])
-def test_a_family_of_ones_own_equals_transformers_on_two_ranks(ranks: Any, layout: str) -> None:
+def test_custom_family_on_two_ranks_equals_transformers(ranks: Any, layout: str) -> None:
     assert max(ranks(2, family_in, layout)) < 1e-5
 
 
@@ -83,14 +83,14 @@ def objective_in(group: Any, layout: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("layout", ["tp=2", "pp=2", "cp=2", "dp_shard=2"])
-def test_an_objective_of_ones_own_on_two_ranks_equals_one(ranks: Any, layout: str) -> None:
+def test_custom_objective_on_two_ranks_equals_one_rank(ranks: Any, layout: str) -> None:
     (expected,) = ranks(1, objective_in, "")
     for result in ranks(2, objective_in, layout):
         assert result == pytest.approx(expected, rel=1e-5)
 
 
 def metrics_of(group: Any, recipe: str, config_file: str, *overrides: str) -> list[dict[str, float]]:
-    """Returns the metrics of each step of a run that are the same on every machine."""
+    """Returns the metrics of each step that are the same on every machine."""
     chosen = UserRecipe.load(recipe) if ".py:" in recipe else RECIPES[recipe]
     config = load(chosen.config, ROOT / config_file if config_file.endswith(".yaml") else Path(config_file), overrides)
     chosen.run(config, "cpu")
@@ -115,16 +115,16 @@ ENVIRONMENT_RUN = (
 
 
 @pytest.fixture(scope="module")
-def caller(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model that has learned from examples to call the tool."""
+def tool_calling_model(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model trained on examples to call the tool."""
     directory = tmp_path_factory.mktemp("caller")
     ranks(1, metrics_of, "grpo", CALCULATOR, f"--run={directory}", *ENVIRONMENT_RUN, "--warm_start.steps=24")
     return str(directory / "model")
 
 
 @pytest.mark.slow
-def test_an_environment_of_ones_own_on_two_ranks_equals_one(ranks: Any, caller: str, tmp_path: Path) -> None:
-    words = (*ENVIRONMENT_RUN, f"--model={caller}", "--warm_start.steps=0", "--export=false")
+def test_custom_environment_on_two_ranks_equals_one_rank(ranks: Any, tool_calling_model: str, tmp_path: Path) -> None:
+    words = (*ENVIRONMENT_RUN, f"--model={tool_calling_model}", "--warm_start.steps=0", "--export=false")
     runs = [
         ranks(size, metrics_of, "grpo", CALCULATOR, f"--run={tmp_path / str(size)}", *words, *layout)[0]
         for size, layout in ((1, ()), (2, ("--layout=tp=2",)))
@@ -136,8 +136,8 @@ def test_an_environment_of_ones_own_on_two_ranks_equals_one(ranks: Any, caller: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("started", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_a_recipe_of_ones_own_on_two_ranks_equals_one(ranks: Any, tmp_path: Path, started: bool) -> None:
-    """One rank is a command. Two are ranks that tests share, or `started` by a command."""
+def test_custom_recipe_on_two_ranks_equals_one_rank(ranks: Any, tmp_path: Path, started: bool) -> None:
+    """One rank is a command. Two are the shared ranks, or `started` by a command."""
     recipe, config = str(EXAMPLES / "recipe.py:RowMeanTrainer"), "tiny-sft"
     words = ("--steps=3", "--held_out.rows=4", "--short_row_weight=2", "--export=false")
     on_one, on_two = (f"--run={tmp_path / 'one'}",), (f"--run={tmp_path / 'two'}", "--layout=tp=2")
@@ -195,14 +195,20 @@ class MinimalHandler(BaseHTTPRequestHandler):
 
 
 @pytest.mark.slow
-def test_a_rollout_server_of_ones_own_on_two_ranks_equals_the_native_generator(
-    ranks: Any, caller: str, tmp_path: Path
+def test_custom_rollout_server_on_two_ranks_equals_the_native_generator(
+    ranks: Any, tool_calling_model: str, tmp_path: Path
 ) -> None:
-    """The run has the metrics of the native generator: its server samples the same tokens by the newest weights."""
-    with MinimalServer(caller) as server:
+    """The run's metrics equal the native generator's: the server samples the same tokens with the newest weights."""
+    with MinimalServer(tool_calling_model) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url, api = f"http://localhost:{server.server_port}", EXAMPLES / "rollout_server.py:MinimalAPI"
-        words = (*ENVIRONMENT_RUN, f"--model={caller}", "--warm_start.steps=0", "--steps=2", "--layout=tp=2")
+        words = (
+            *ENVIRONMENT_RUN,
+            f"--model={tool_calling_model}",
+            "--warm_start.steps=0",
+            "--steps=2",
+            "--layout=tp=2",
+        )
         served = (f"--rollout={url}", f"--rollout.api={api}", "--export=false")
         native = ranks(2, metrics_of, "grpo", CALCULATOR, *words, f"--run={tmp_path / 'native'}", "--export=false")[0]
         metrics = ranks(2, metrics_of, "grpo", CALCULATOR, *words, *served, f"--run={tmp_path / 'served'}")[0]

@@ -1,4 +1,4 @@
-"""When a rank stops, each rank needs only a few operations of the store, however many ranks there are."""
+"""If a rank stops, each rank needs only a few store operations, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SIZE = 2000
 FEW = 16  # operations of one rank, from start to close
 
 
-class Counting:
-    """A store in this process that counts the operations of each rank, those on many keys as many."""
+class CountingStore:
+    """A store in this process that counts each rank's operations; one on many keys counts as many."""
 
     def __init__(self) -> None:
         self.store = dist.HashStore()
@@ -38,7 +38,7 @@ class Counting:
         return Own()
 
 
-def everyone(store: Counting) -> list[FailureReporter]:
+def everyone(store: CountingStore) -> list[FailureReporter]:
     return [FailureReporter(rank, SIZE, 600.0, store.of(rank)) for rank in range(SIZE)]
 
 
@@ -47,8 +47,8 @@ def lost() -> RuntimeError:
 
 
 @pytest.mark.slow
-def test_the_first_failure_is_named_by_two_thousand_ranks_in_a_few_operations_each() -> None:
-    store = Counting()
+def test_two_thousand_ranks_name_the_first_failure_in_a_few_operations_each() -> None:
+    store = CountingStore()
     ranks = everyone(store)
     thread = threading.get_ident()
     assert ranks[7].report(ValueError("no such column")) is None
@@ -66,8 +66,8 @@ def test_the_first_failure_is_named_by_two_thousand_ranks_in_a_few_operations_ea
 
 
 @pytest.mark.slow
-def test_one_rank_asks_where_the_others_are_and_tells_all() -> None:
-    store = Counting()
+def test_one_rank_collects_the_status_of_all_ranks() -> None:
+    store = CountingStore()
     ranks = everyone(store)
     lost_rank, away = ranks[1234], ranks[99]
     thread = threading.get_ident()
@@ -92,8 +92,8 @@ def test_one_rank_asks_where_the_others_are_and_tells_all() -> None:
 
 
 @pytest.mark.slow
-def test_a_silent_investigator_is_named() -> None:
-    store = Counting()
+def test_unresponsive_investigating_rank_is_named() -> None:
+    store = CountingStore()
     ranks = [FailureReporter(rank, 3, 600.0, store.of(rank)) for rank in range(3)]
     store.store.set("investigator", "2")  # and it was killed before it could tell
     assert str(ranks[0].report(lost())) == "rank 2 of 3 does not answer any more: it was killed or lost."

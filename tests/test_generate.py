@@ -1,4 +1,4 @@
-"""`postlude generate` and `postlude chat` say what the generator says, in a script and in a conversation."""
+"""`postlude generate` and `postlude chat` print the generator's completions, in scripts and conversations."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_messages(text: str, system: str | None = None) -> list[dict[str, str]]:
     return [*first, {"role": "user", "content": text}]
 
 
-def test_lines_of_json_are_the_generators_completions(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_lines_equal_the_generators_completions(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["generate", "tiny-dense", "--prompt", "Hi", "--prompt", "Ho", "--n", "2", "--json", "--system", "Sing."]
     assert main([*words, *FEW]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -53,12 +53,12 @@ def test_lines_of_json_are_the_generators_completions(capsys: pytest.CaptureFixt
 
 
 def ends_in_training(group: object, directory: str) -> set[int]:
-    """The tokens that end an answer of the generator in a trainer's rank."""
+    """Returns the tokens that end a completion of the generator in a trainer's rank."""
     with closing(SyncedGenerator(Engine(directory, layout=Layout()), load_tokenizer(directory))) as native:
         return set(native.generator.eos_tokens)
 
 
-def test_a_completion_ends_with_any_token_that_the_generation_config_says(
+def test_completion_ends_with_any_eos_token_of_the_generation_config(
     ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = load_tokenizer("tiny-dense")
@@ -75,7 +75,7 @@ def test_a_completion_ends_with_any_token_that_the_generation_config_says(
 
 
 @pytest.mark.parametrize("words", [[], ["--prompt", "-"]])
-def test_a_prompt_comes_from_standard_input_and_may_stay_as_it_is(
+def test_prompt_from_standard_input_with_and_without_chat_template(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("Once upon"))
@@ -93,7 +93,7 @@ def test_a_prompt_comes_from_standard_input_and_may_stay_as_it_is(
         (["chat", "tiny-dense", "--temperature", "-1"], "--temperature: '-1' is not a number of at least 0"),
     ],
 )
-def test_a_mistake_is_a_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_error_gives_one_line(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = main(words)
     except SystemExit as stop:
@@ -142,7 +142,7 @@ def test_ctrl_c_ends_a_completion_and_not_the_conversation(
     assert len(talk.messages) == 4
 
 
-def test_a_prompt_that_has_no_room_is_said_and_the_conversation_continues(
+def test_too_long_prompt_gives_an_error_and_the_conversation_continues(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{'x' * 200}\nHi\n"))

@@ -25,13 +25,13 @@ pytestmark = pytest.mark.slow  # builds the package, and imports torch in a new 
 
 @dataclass(frozen=True)
 class Installed:
-    """An installation that pip made with --target, and an empty working directory."""
+    """An installation by pip with --target, and an empty working directory."""
 
     packages: Path
     directory: Path
 
     def run(self, *command: str) -> str:
-        """Returns what a command prints. Its `postlude` is the installed one, in every process that it starts."""
+        """Returns what a command prints. `postlude` is the installed one in every process it starts."""
         environment = os.environ | {"PYTHONPATH": str(self.packages)}
         done = subprocess.run(
             command, cwd=self.directory, env=environment, capture_output=True, text=True, check=False, timeout=600
@@ -62,7 +62,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 
 def test_the_wheel_has_every_file_of_the_package(installed: Installed) -> None:
-    """And no other: all of src/postlude that git knows, once."""
+    """Exactly the files of src/postlude that git tracks, once each."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "src/postlude"],
         cwd=ROOT,
@@ -77,15 +77,15 @@ def test_the_wheel_has_every_file_of_the_package(installed: Installed) -> None:
     assert "src/postlude/py.typed" in sources
 
 
-def test_the_command_is_that_of_the_wheel(installed: Installed) -> None:
+def test_command_runs_from_the_wheel(installed: Installed) -> None:
     assert installed.postlude("--version") == f"postlude {__version__}\n"
     location = installed.run(sys.executable, "-c", "import postlude.cli; print(postlude.cli.__file__)")
     assert Path(location.strip()) == installed.packages / "postlude" / "cli.py"
     assert "demo" in installed.postlude("--help")
 
 
-def test_the_demo_trains_from_the_wheel_alone(installed: Installed) -> None:
-    """In an empty directory: its config and its data are in the wheel."""
+def test_demo_trains_from_the_wheel_only(installed: Installed) -> None:
+    """In an empty directory: its config and data are in the wheel."""
     sizes = ["--warm_start.steps=1", "--steps=1", "--prompts_per_step=4", "--samples_per_prompt=2", "--minibatches=1"]
     installed.postlude("demo", *sizes, "--evaluation.tasks=4", "--loggers=[]", "--device=cpu")
     run = installed.directory / "runs" / "demo"
@@ -100,7 +100,7 @@ def test_a_packaged_config_is_found_by_its_name(installed: Installed, name: str)
     assert "jsonl" in installed.run(sys.executable, "-c", program, name)
 
 
-def test_the_version_is_semantic_and_the_changelog_has_it() -> None:
+def test_version_is_semantic_and_in_the_changelog() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+(-[0-9A-Za-z.-]+)?", __version__)
     assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
     assert f"version: {__version__}\n" in (ROOT / "CITATION.cff").read_text()

@@ -1,4 +1,4 @@
-"""Ranks start, and stop with one sentence that names the rank to blame, under every way of starting them."""
+"""Ranks start, and stop with one error line that names the failed rank, under every launcher."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def add_up(factor: int) -> tuple[int, float, str]:
         return rank.index * factor, total.item(), str(rank)
 
 
-def misbehave(fault: str, failing_rank: int, directory: str) -> None:
-    """One rank does it, the others wait in a collective."""
+def misbehave_on_one_rank(fault: str, failing_rank: int, directory: str) -> None:
+    """One rank fails, the others wait in a collective."""
     rank = dist.get_rank()
     pid_file = Path(directory, f"pid-{rank}")
     pid_file.write_text(str(os.getpid()))
@@ -60,7 +60,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_results_come_in_rank_order() -> None:
+def test_results_are_in_rank_order() -> None:
     before = signal.getsignal(signal.SIGINT)
     results = launch(add_up, 10, nproc=2, device="cpu")
     device = "device=device(type='cpu')"
@@ -76,12 +76,12 @@ def test_results_come_in_rank_order() -> None:
         ("kill", "rank 1 of 2 was killed by SIGKILL."),
         pytest.param("exit", "rank 1 of 2 ended with exit code 7 and no result.", marks=pytest.mark.thorough),
         # What is said of a process that sleeps is the same without an agent, and shown there.
-        pytest.param("sleep", "rank 1 of 2 did not come: it is in misbehave ", marks=pytest.mark.thorough),
+        pytest.param("sleep", "rank 1 of 2 did not come: it is in misbehave_on_one_rank ", marks=pytest.mark.thorough),
     ],
 )
-def test_a_rank_that_fails_ends_all_and_is_named(fault: str, sentence: str, tmp_path: Path, capfd) -> None:
+def test_failed_rank_ends_all_ranks_and_is_named(fault: str, sentence: str, tmp_path: Path, capfd) -> None:
     with pytest.raises(RankError) as failure:
-        launch(misbehave, fault, 1, str(tmp_path), nproc=2, timeout=PATIENCE, device="cpu")
+        launch(misbehave_on_one_rank, fault, 1, str(tmp_path), nproc=2, timeout=PATIENCE, device="cpu")
     assert str(failure.value).startswith(sentence)
     assert not any(alive(int(pid.read_text())) for pid in tmp_path.glob("pid-*"))
     printed = capfd.readouterr()
@@ -98,7 +98,7 @@ def test_a_rank_that_fails_ends_all_and_is_named(fault: str, sentence: str, tmp_
         ("raise", 1, "rank 1 of 3 failed: ValueError: no such column"),
         ("kill", 1, "rank 1 of 3 does not answer any more: it was killed or lost."),
         ("return", 1, "rank 1 of 3 finished without coming to this collective."),
-        ("sleep", 1, "rank 1 of 3 did not come: it is in misbehave "),
+        ("sleep", 1, "rank 1 of 3 did not come: it is in misbehave_on_one_rank "),
         ("raise", 0, "rank 0 of 3 failed: ValueError: no such column"),  # rank 0 holds the store
         (
             "kill",
@@ -107,10 +107,10 @@ def test_a_rank_that_fails_ends_all_and_is_named(fault: str, sentence: str, tmp_
         ),
     ],
 )
-def test_survivors_name_the_cause_without_an_agent(
+def test_surviving_ranks_name_the_failed_rank_without_an_agent(
     fault: str, failing_rank: int, sentence: str, tmp_path: Path
 ) -> None:
-    with PlainRanks(3, PATIENCE, misbehave, fault, failing_rank, str(tmp_path)) as three:
+    with PlainRanks(3, PATIENCE, misbehave_on_one_rank, fault, failing_rank, str(tmp_path)) as three:
         for message in (three.error_of(rank) for rank in range(3) if rank != failing_rank):
             assert message.startswith(sentence) if fault == "sleep" else message == sentence, message
 
@@ -134,7 +134,7 @@ def test_torchrun_starts_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_under_torchrun_the_sentence_stands_at_the_end(tmp_path: Path) -> None:
+def test_error_line_is_last_under_torchrun(tmp_path: Path) -> None:
     nowhere = str(tmp_path / "nowhere")
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
@@ -149,8 +149,8 @@ def test_under_torchrun_the_sentence_stands_at_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", ["0", "1"])
-def test_the_rank_that_fails_first_speaks_for_its_machine(first: str, tmp_path: Path, monkeypatch, capsys) -> None:
-    """torchrun may end the others before they could."""
+def test_first_failed_rank_of_a_machine_prints_the_error(first: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    """torchrun may end the others first."""
     for rank in sorted("01", key=lambda rank: rank != first):
         monkeypatch.setenv("LOCAL_RANK", rank)
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / rank / "error.json"))
@@ -180,7 +180,7 @@ def test_one_rank_needs_no_environment() -> None:
 
 
 @pytest.mark.usefixtures("_no_environment")
-def test_a_group_that_exists_is_left_alone() -> None:
+def test_existing_process_group_is_not_changed() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with ranks(device="cpu") as rank:
@@ -193,7 +193,7 @@ def test_a_group_that_exists_is_left_alone() -> None:
 
 
 @pytest.mark.usefixtures("_no_environment")
-def test_half_an_environment_is_a_sentence(monkeypatch) -> None:
+def test_incomplete_torchrun_environment_gives_clear_error(monkeypatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set"), ranks():
         pass
@@ -213,7 +213,7 @@ if __name__ == "__main__":
 
 
 def wait_for_a_signal(fault: str, directory: str) -> list[int]:
-    """Tell that this rank is there, and wait until it is asked to end; a good one then takes its time to save."""
+    """Reports that this rank runs, and waits for a signal; `good` ranks then take time to save."""
     received: list[int] = []
     if fault in ("save", "deaf"):
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,4 +1,4 @@
-"""A layout is a value: what is written is read back, and what is impossible is refused in one sentence."""
+"""Layout is a value: it round-trips through text, and invalid layouts are refused with clear errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_parse_equals_the_constructor(degrees: dict[str, int]) -> None:
         ("ep=3,tp=2", "ep=3 does not divide dp_shard·cp·tp = 1·1·2 = 2"),
     ],
 )
-def test_impossible_layouts_are_refused(text: str, sentence: str) -> None:
+def test_invalid_layouts_are_refused(text: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Layout.parse(text)
 
@@ -61,8 +61,8 @@ def test_stages_count_from_zero() -> None:
         Stage(3, 3)
 
 
-def joined(group: Any, layout: str) -> list[list[int]]:
-    """The ranks of every group that a mesh asks torch for."""
+def created_groups(group: Any, layout: str) -> list[list[int]]:
+    """Returns the ranks of every group that a mesh creates."""
     with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
         Mesh(Layout.parse(layout))
     return [call.args[0] for call in new_group.call_args_list]
@@ -79,15 +79,13 @@ def joined(group: Any, layout: str) -> list[list[int]]:
         ("pp=2", [[0], [0, 1], [0, 1]]),
     ],
 )
-def test_a_mesh_joins_each_set_of_ranks_once_and_none_that_it_does_not_need(
-    ranks: Any, layout: str, expected: list[list[int]]
-) -> None:
-    """Everyone's group is there already, and a group is not free: on gloo it keeps three threads awake."""
-    assert ranks(Layout.parse(layout).world_size, joined, layout)[0] == expected
+def test_mesh_creates_each_group_once_and_no_unused_ones(ranks: Any, layout: str, expected: list[list[int]]) -> None:
+    """The world group exists already, and each gloo group keeps three threads running."""
+    assert ranks(Layout.parse(layout).world_size, created_groups, layout)[0] == expected
 
 
-def shared(group: Any, layout: str) -> list[str]:
-    """What would wait for what: axes that move tokens and are in one group with another, or with weights."""
+def shared_groups(group: Any, layout: str) -> list[str]:
+    """Returns axes that move tokens and share a group with another axis or with weights."""
     mesh = Mesh(Layout.parse(layout))
     groups = [(name, getattr(mesh, name).group) for name in ("cp", "tp", "ep")]
     groups += [("F or B", channel) for channel in mesh.channels.values()]
@@ -115,9 +113,9 @@ def shared(group: Any, layout: str) -> list[str]:
         pytest.param("pp=2,dp_shard=2,ep=2", marks=pytest.mark.slow),
     ],
 )
-def test_weights_and_each_way_that_tokens_go_have_groups_of_their_own(ranks: Any, layout: str) -> None:
-    """Though they join the same ranks: in one group, a gather of weights would wait for an exchange of tokens."""
-    assert ranks(Layout.parse(layout).world_size, shared, layout)[0] == []
+def test_weights_and_each_token_exchange_have_separate_groups(ranks: Any, layout: str) -> None:
+    """Even over the same ranks: in one group, a weight gather would wait for a token exchange."""
+    assert ranks(Layout.parse(layout).world_size, shared_groups, layout)[0] == []
 
 
 @pytest.mark.parametrize(
@@ -129,7 +127,7 @@ def test_weights_and_each_way_that_tokens_go_have_groups_of_their_own(ranks: Any
         ("tiny-moe", "dp_shard=3,ep=3", r"8 experts, which ep=3 ranks cannot share evenly\. Use ep=2 or 4\."),
     ],
 )
-def test_a_model_names_the_nearest_layout_that_divides_it(model: str, layout: str, sentence: str) -> None:
+def test_error_suggests_the_nearest_layout_that_divides_the_model(model: str, layout: str, sentence: str) -> None:
     _, config = model_from_hf(read_description(model))
     with pytest.raises(ValueError, match=sentence):
         config.check_layout(Layout.parse(layout))

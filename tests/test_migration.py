@@ -1,4 +1,4 @@
-"""In the pages for users of other frameworks, each of our names is a config key or a metric that exists."""
+"""In the migration pages, each Postlude name is an existing config key or metric."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_every_metric_exists(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_no_name_of_theirs_is_mapped_twice(page: Path) -> None:
+def test_no_foreign_setting_is_mapped_twice(page: Path) -> None:
     """A row's first column is one setting; two rows with the same one would contradict each other."""
     for section in re.split(r"^## ", page.read_text(), flags=re.MULTILINE)[1:]:
         first = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| ")]

@@ -1,4 +1,4 @@
-"""An optimizer that cannot be meant is refused when it is written down, not when it is run."""
+"""Invalid optimizer settings are refused when they are created, not when they are used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The structure of src/postlude: imports point up the list of packages only, and the core needs torch alone."""
+"""The structure of src/postlude: imports follow the package order, and the core needs only torch."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def imports(path: Path) -> set[str]:
     return names
 
 
-def test_imports_point_up_the_list() -> None:
+def test_imports_follow_the_package_order() -> None:
     mistakes = []
     for path in modules():
         package, used = package_of(path), imports(path)
@@ -188,7 +188,7 @@ def test_there_is_no_import_cycle() -> None:
     assert not needed, f"these files import each other: {needed}"
 
 
-def test_the_core_needs_torch_alone() -> None:
+def test_core_imports_only_torch() -> None:
     import sys
 
     known = {*sys.stdlib_module_names, *OUTSIDE, "postlude"}
@@ -198,7 +198,7 @@ def test_the_core_needs_torch_alone() -> None:
     assert not {name: outside for name, outside in others.items() if outside}
 
 
-def test_no_word_of_reinforcement_learning_in_the_model() -> None:
+def test_model_package_does_not_mention_reinforcement_learning() -> None:
     texts = {path.name: path.read_text().lower() for path in modules() if package_of(path) == "model"}
     assert texts
     assert not [(name, word) for name, text in texts.items() for word in RL_WORDS if re.search(rf"\b{word}", text)]
@@ -226,7 +226,7 @@ def private_names_of_torch(path: Path) -> set[str]:
     return {name for name in named if re.search(r"^torch\b.*\._[a-z]", name)}
 
 
-def test_private_names_of_torch_stand_in_one_place_each() -> None:
+def test_each_private_torch_name_is_used_in_one_file() -> None:
     by_file = {str(path.relative_to(ROOT)): private_names_of_torch(path) for path in modules()}
     used = {name: sorted(names) for name, names in by_file.items() if names}
     assert used.keys() == PRIVATE, used
@@ -245,7 +245,7 @@ assert hidden.grad.abs().sum() > 0
 
 
 @pytest.mark.slow
-def test_the_fused_head_needs_torch_alone() -> None:
+def test_fused_head_imports_only_torch() -> None:
     import subprocess
     import sys
 

@@ -1,4 +1,4 @@
-"""A file written as its tensors come is the one that the library writes, whatever they are, and little is held."""
+"""Files written tensor by tensor are byte-identical to the library's, with little memory."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SIZES = (1, 7, 64, 1 << 20)  # of a piece
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
-def of(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Any bytes, but those that a flag may have."""
+def random_tensor(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Returns a tensor of random bytes, valid for its dtype."""
     generator = torch.Generator().manual_seed(len(str(dtype)) + sum(shape))
     high = 2 if dtype == torch.bool else 256
     data = torch.randint(high, (*shape[:-1], shape[-1] * dtype.itemsize), generator=generator, dtype=torch.uint8)
@@ -30,15 +30,15 @@ def of(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def every_kind() -> dict[str, Tensor]:
-    """Every dtype, and every shape that is not a plain matrix; sizes are odd, so that some order leaves all aligned."""
+    """Returns every dtype and shape other than plain matrices; odd sizes make the order matter for alignment."""
     shared = torch.arange(12.0).view(3, 4)
     return {
-        **{f"of.{name}": of(dtype, 3, 5) for dtype, name in DTYPES.items()},
+        **{f"of.{name}": random_tensor(dtype, 3, 5) for dtype, name in DTYPES.items()},
         "number": torch.tensor(2.5),
         "half number": torch.tensor(-1.5, dtype=torch.bfloat16),
         "nothing": torch.empty(0, 3),
         "no columns": torch.empty(4, 0, dtype=torch.int64),
-        "transposed": of(torch.bfloat16, 5, 3).t(),
+        "transposed": random_tensor(torch.bfloat16, 5, 3).t(),
         "strided": torch.arange(20)[3::4],
         "expanded": torch.ones(3, 1).expand(3, 4),
         "learned": torch.ones(3, requires_grad=True),
@@ -55,25 +55,25 @@ def entries(tensors: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
     return {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def by_the_library(tensors: Mapping[str, Tensor], path: Path) -> bytes:
-    save_file({name: alone(tensor) for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+def library_bytes(tensors: Mapping[str, Tensor], path: Path) -> bytes:
+    save_file({name: contiguous_copy(tensor) for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
     return path.read_bytes()
 
 
-def alone(tensor: Tensor) -> Tensor:
-    """A copy in memory of its own, row by row: the library takes no other."""
+def contiguous_copy(tensor: Tensor) -> Tensor:
+    """Returns a row-major copy, the only layout that the library takes."""
     return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_it_is_the_file_that_the_library_writes(tmp_path: Path, size: int) -> None:
+def test_file_is_byte_identical_to_the_library(tmp_path: Path, size: int) -> None:
     tensors = every_kind()
     backwards = reversed(tensors.items())
     write(tmp_path / "ours", entries(tensors), backwards, staging_bytes=size)
-    assert (tmp_path / "ours").read_bytes() == by_the_library(tensors, tmp_path / "library")
+    assert (tmp_path / "ours").read_bytes() == library_bytes(tensors, tmp_path / "library")
 
 
-def test_the_library_reads_it(tmp_path: Path) -> None:
+def test_library_reads_the_file(tmp_path: Path) -> None:
     tensors = every_kind()
     write(tmp_path / "ours", entries(tensors), tensors.items())
     with safe_open(tmp_path / "ours", framework="pt") as file:
@@ -82,45 +82,47 @@ def test_the_library_reads_it(tmp_path: Path) -> None:
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert (loaded[name].dtype, loaded[name].shape) == (tensor.dtype, tensor.shape)
-        actual_bytes, expected_bytes = (part.view(-1).view(torch.uint8) for part in (loaded[name], alone(tensor)))
+        actual_bytes, expected_bytes = (
+            part.view(-1).view(torch.uint8) for part in (loaded[name], contiguous_copy(tensor))
+        )
         assert torch.equal(actual_bytes, expected_bytes), name
 
 
-def test_a_file_of_nothing(tmp_path: Path) -> None:
+def test_empty_file(tmp_path: Path) -> None:
     write(tmp_path / "ours", {}, ())
-    assert (tmp_path / "ours").read_bytes() == by_the_library({}, tmp_path / "library")
+    assert (tmp_path / "ours").read_bytes() == library_bytes({}, tmp_path / "library")
 
 
-def soon(tensor: Tensor, away: Tensor) -> Callable[[], object]:
+def copy_immediately(tensor: Tensor, away: Tensor) -> Callable[[], object]:
     """A GPU that copies at once."""
     tensor.copy_(away)
     return lambda: None
 
 
-def late(tensor: Tensor, away: Tensor) -> Callable[[], object]:
+def copy_late(tensor: Tensor, away: Tensor) -> Callable[[], object]:
     """A GPU that copies when somebody waits for it, and leaves rubbish until then."""
     values = away.clone()
     tensor.fill_(0xEE)
     return lambda: tensor.copy_(values)
 
 
-class Away:
-    """Stands for a tensor's piece on a GPU."""
+class FakeDeviceTensor:
+    """Stands for a piece of a tensor on a GPU."""
 
     def __init__(self, piece: Tensor) -> None:
         self.piece, self.numel, self.is_cpu = piece, piece.numel, False
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("copies", [soon, late])
-def test_buffers_are_neither_read_too_soon_nor_filled_again(
+@pytest.mark.parametrize("copies", [copy_immediately, copy_late])
+def test_buffers_are_not_read_early_or_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, copies: Callable[..., Callable[[], object]]
 ) -> None:
     pieces, sizes = safetensors_file._pieces, []
 
     def away(*arguments: object) -> Iterator[tuple[int, object]]:
         for number, (position, piece) in enumerate(pieces(*arguments)):  # type: ignore[arg-type]
-            yield position, piece if number % 5 == 3 else Away(piece)  # and some are here
+            yield position, piece if number % 5 == 3 else FakeDeviceTensor(piece)  # and some are here
 
     def buffer(size: int) -> Tensor:
         sizes.append(size)
@@ -132,10 +134,10 @@ def test_buffers_are_neither_read_too_soon_nor_filled_again(
     tensors = every_kind()
     write(tmp_path / "ours", entries(tensors), tensors.items(), staging_bytes=size)
     assert sizes == [size, size], "two buffers, however much there is to write"
-    assert (tmp_path / "ours").read_bytes() == by_the_library(tensors, tmp_path / "library")
+    assert (tmp_path / "ours").read_bytes() == library_bytes(tensors, tmp_path / "library")
 
 
-def test_no_tensor_is_held_while_the_next_one_is_made(tmp_path: Path) -> None:
+def test_tensors_are_freed_before_the_next_one_is_made(tmp_path: Path) -> None:
     shape, buckets = (64, 3), []
 
     def make_tensors() -> Iterator[tuple[str, Tensor]]:
@@ -154,7 +156,7 @@ def test_no_tensor_is_held_while_the_next_one_is_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("room", [0, 50, 1000, 5000])
-def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+def test_full_disk_gives_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     pwrite = os.pwrite
 
     def filling(file: int, data: memoryview, position: int) -> int:
@@ -172,7 +174,7 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_error_at_close_is_raised(tmp_path: Path) -> None:
-    """As network file systems do: when a file is closed."""
+    """As network file systems report it."""
 
     class File:
         def fileno(self) -> int:
@@ -193,7 +195,7 @@ def test_an_error_at_close_is_raised(tmp_path: Path) -> None:
         write(Full(tmp_path / "file"), {"a": TensorInfo(torch.float32, (3,))}, [("a", torch.ones(3))])
 
 
-def test_a_tensor_that_fails_to_come_is_its_own_error(tmp_path: Path) -> None:
+def test_error_of_the_tensor_iterator_is_raised_unchanged(tmp_path: Path) -> None:
     def broken() -> Iterator[tuple[str, Tensor]]:
         raise OSError("a rank is gone")
         yield
@@ -202,7 +204,7 @@ def test_a_tensor_that_fails_to_come_is_its_own_error(tmp_path: Path) -> None:
         write(tmp_path / "file", {"a": TensorInfo(torch.float32, (3,))}, broken())
 
 
-def test_tensors_other_than_declared_are_refused(tmp_path: Path) -> None:
+def test_undeclared_tensors_are_refused(tmp_path: Path) -> None:
     infos = {"a": TensorInfo(torch.float32, (3,)), "b": TensorInfo(torch.float32, (3,))}
     right = torch.ones(3)
     for wrong, sentence in (
@@ -229,8 +231,8 @@ def test_a_file_written_from_a_gpu_has_its_values(tmp_path: Path, size: int) -> 
 
 
 @pytest.mark.gpu
-def test_memory_of_a_gpu_that_is_used_again_is_written_as_it_was(tmp_path: Path) -> None:
-    """Each tensor is let go of at once, and the next is made in its memory while it may still be on its way."""
+def test_reused_gpu_memory_is_written_with_its_earlier_contents(tmp_path: Path) -> None:
+    """Each tensor is freed immediately, and the next uses its memory while it may still be copied."""
     shape = (1 << 22,)
 
     def make_tensors() -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Tensors written in shards are read in any other shards, to the bit, and only from the files that hold them."""
+"""Tensors written in shards are read in any other shards, bit-exactly, and only from the files with them."""
 
 from __future__ import annotations
 
@@ -78,15 +78,15 @@ def test_a_missing_shard_raises(reader: ShardReader) -> None:
         reader.read("matrix")
 
 
-def test_a_single_number_of_many_that_stand_apart(tmp_path: Path) -> None:
-    """Such a part has a stride, and counts as contiguous all the same."""
+def test_single_element_with_a_stride(tmp_path: Path) -> None:
+    """Such a slice has a stride, and is still contiguous."""
     values = torch.arange(12.0).view(6, 2)[2:3, 1]
     assert values.stride() == (2,)
     index = StagingBuffers().take({"column": TensorShard(values, (2,), (6,))}).write(tmp_path / "part.safetensors")
     assert ShardReader(tmp_path, index).read("column", (2,), (1,)).tolist() == [5.0]
 
 
-def test_staging_holds_what_was_and_is_used_again(tmp_path: Path) -> None:
+def test_staging_keeps_earlier_values_and_is_reused(tmp_path: Path) -> None:
     staging, values = StagingBuffers(64), torch.arange(40.0)
 
     def save(path: Path) -> tuple[list[int], Tensor]:
@@ -104,7 +104,7 @@ def test_staging_holds_what_was_and_is_used_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_staging_adds_nothing_to_the_gpus_memory(tmp_path: Path) -> None:
+def test_staging_uses_no_gpu_memory(tmp_path: Path) -> None:
     values = {f"{number}": torch.randn(1 << 20, device="cuda") for number in range(16)}
     staging = StagingBuffers(1 << 22)
     torch.cuda.synchronize()

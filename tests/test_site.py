@@ -1,4 +1,4 @@
-"""The documentation site has every page and every name, and builds without a warning. What it shows can be run."""
+"""The documentation site has every page and name, and builds without a warning. Its commands run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_reference_has_every_command_key_and_public_name() -> None:
         assert re.search(rf"^::: postlude\.[\w.]+\.{name}$", api, re.MULTILINE), name
 
 
-def test_links_out_of_the_documentation_lead_to_copies_in_the_site() -> None:
+def test_links_out_of_the_documentation_point_to_copies_in_the_site() -> None:
     text = "[a](../examples/block.py) [b](plan.md#x) [c](../README.md) [d](../src/postlude/configs/models) [e](https://x.y)"
     linked, files = site_pages.links_inside(text, "recipes.md")
     assert linked == "[a](source/examples/block.py.txt) [b](plan.md#x) [c](index.md) [d] [e](https://x.y)"
@@ -101,7 +101,7 @@ SHORT = {"sft": "--steps 2", "grpo": "--steps 1 --prompts_per_step 4 --samples_p
 
 @pytest.mark.slow  # five commands, two of which train
 def test_the_commands_of_the_tutorial_work(tmp_path: Path) -> None:
-    """In its order, in an empty directory. Training is cut short, and all else is as it is written."""
+    """In order, in an empty directory, with training cut short and everything else unchanged."""
     (tmp_path / "python").symlink_to(sys.executable)
     environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
     place = tmp_path / "new"
@@ -124,10 +124,10 @@ def test_the_commands_of_the_tutorial_work(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # each trains or verifies
 @pytest.mark.parametrize("name", ["objective", "layout", "grpo"])
-def test_a_notebook_runs_and_prints_what_it_shows(
+def test_notebook_runs_and_prints_its_stored_output(
     name: str, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own assertions hold, and cells that print here print in the stored notebook too."""
+    """Its assertions hold, and cells that print here also print in the stored notebook."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(verify, "run_on_ranks", run_on_shared_ranks(ranks))
     notebooks = module_of("run_notebooks")

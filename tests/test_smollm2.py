@@ -1,4 +1,4 @@
-"""The real SmolLM2-135M-Instruct from its GGUF equals transformers: log-probs, greedy answers, and its export."""
+"""SmolLM2-135M-Instruct from its GGUF equals transformers: log-probs, greedy completions and export."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ TEXTS = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _read_once() -> Iterator[None]:
-    """transformers reads the file five times here, and counts the names of its tensors as often as it has modules.
+def _cache_gguf_reads() -> Iterator[None]:
+    """transformers reads the file five times here, and counts its tensor names once per module.
 
     The reader makes a view of each of 100,000 strings, and a view of a memory map costs many times one of an array.
     """
@@ -135,7 +135,7 @@ def test_generated_completions_equal_transformers(tokenizer, model, hf_model) ->
 
 
 def through_logits(inputs: OutputInputs) -> Loss:
-    """The loss of the next tokens by a processor of one's own, from all logits in the way of a textbook."""
+    """Next-token loss by a custom processor, from full logits."""
     logits = inputs.head.logits(inputs.hidden).float()
     return Loss(F.cross_entropy(logits, inputs.microbatch.targets, ignore_index=IGNORE, reduction="none"))
 
@@ -162,7 +162,7 @@ def test_ten_steps_on_real_text_through_the_hook_equal_the_default_loss(tokenize
 
 @pytest.fixture(scope="module")
 def llama_cpp(gguf: Path) -> Iterator[str]:
-    """The address of a real llama.cpp server of the same file, which ends with the module."""
+    """The address of a real llama.cpp server of the same file, for this module."""
     xllamacpp = pytest.importorskip("xllamacpp")
     settings = xllamacpp.CommonParams()
     settings.model.path, settings.n_ctx, settings.n_parallel = str(gguf), 1024, 2
@@ -174,8 +174,8 @@ def llama_cpp(gguf: Path) -> Iterator[str]:
 
 
 @pytest.mark.thorough  # as tiny models show
-def test_completions_of_a_llama_cpp_server(tokenizer, model, llama_cpp: str) -> None:
-    """Greedy tokens are the native generator's, after prompts whose likeliest tokens are so by 0.5 and more.
+def test_llama_cpp_completions_equal_the_native_generator(tokenizer, model, llama_cpp: str) -> None:
+    """Greedy tokens, after prompts whose likeliest tokens lead by 0.5 or more.
 
     Log-probs are near: the file's weights have 4 bits, and llama.cpp rounds what they are multiplied with to 8 bits
     where the generator computes in fp32. Of 32 tokens the largest difference was 0.13, the mean 0.04.

@@ -1,4 +1,4 @@
-"""A host that stands still while its GPU does is noticed; one that moves, or whose GPU does, is left alone."""
+"""A host stuck behind a stuck GPU is reported; a host or GPU that makes progress is not."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import threading
 from postlude.world.stall_watchdog import StallWatchdog
 
 
-def test_a_host_that_stands_still_behind_a_stuck_gpu_is_noticed() -> None:
+def test_host_stuck_behind_a_stuck_gpu_is_reported() -> None:
     noticed = threading.Event()
     watch = StallWatchdog(0.2, lambda seconds: True, noticed.set)
     assert noticed.wait(60)  # this thread stands here
     watch.close()
 
 
-def test_a_host_that_waits_for_something_else_is_left_alone() -> None:
+def test_host_that_waits_for_something_else_is_not_reported() -> None:
     reports, noticed, enough = [], threading.Event(), threading.Event()
 
     def is_stuck(seconds: float) -> bool:
@@ -29,7 +29,7 @@ def test_a_host_that_waits_for_something_else_is_left_alone() -> None:
     assert not noticed.is_set()
 
 
-def test_a_host_that_moves_is_not_asked_about() -> None:
+def test_host_that_makes_progress_is_not_checked() -> None:
     times: list[float] = []
     looked, over = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""The first second: help and mistakes are answered without torch, and `info` without what it does not read."""
+"""Startup time: help and user errors need no torch, and `info` imports only what it reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ print(json.dumps([code, sorted(sys.modules)]), file=sys.stderr)
 
 
 def started(*commands: list[str]) -> tuple[int, str, set[str]]:
-    """The exit code of commands in one new process, what they said, and the modules they imported."""
+    """Returns the exit code of commands in one new process, their output, and the imported modules."""
     command = [sys.executable, "-c", WATCHED, json.dumps(commands)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     *output, last = done.stderr.splitlines()
@@ -36,7 +36,7 @@ def started(*commands: list[str]) -> tuple[int, str, set[str]]:
 
 
 def imported(program: str) -> set[str]:
-    """The modules that a program has imported when it ends."""
+    """Returns the modules that a program has imported when it ends."""
     command = [sys.executable, "-c", f"{program}\nimport json, sys; print(json.dumps(sorted(sys.modules)))"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     return set(json.loads(done.stdout))
@@ -63,7 +63,7 @@ def imported(program: str) -> set[str]:
         ("sft --data.path rows.jsonl --optimizer.schedule.warmup -1", 2, '"optimizer.schedule.warmup" is "-1"'),
     ],
 )
-def test_help_and_mistakes_need_no_torch(arguments: str, code: int, expected: str) -> None:
+def test_help_and_user_errors_import_no_torch(arguments: str, code: int, expected: str) -> None:
     exit_code, output, modules = started(arguments.split())
     assert exit_code == code
     assert expected in output
@@ -71,7 +71,7 @@ def test_help_and_mistakes_need_no_torch(arguments: str, code: int, expected: st
 
 
 @pytest.mark.slow
-def test_built_in_models_are_described_without_what_they_do_not_need() -> None:
+def test_info_of_built_in_models_imports_only_what_it_needs() -> None:
     code, output, modules = started(*(["info", model] for model in sorted(BUILTIN)))
     assert code == 0
     assert output.count("parameters") >= len(BUILTIN)
@@ -80,12 +80,12 @@ def test_built_in_models_are_described_without_what_they_do_not_need() -> None:
 
 
 @pytest.mark.parametrize("model", sorted(FIELDS))
-def test_a_built_in_model_is_what_transformers_makes_of_its_fields(model: str) -> None:
+def test_built_in_model_equals_transformers_config(model: str) -> None:
     family, config = model_from_hf(read_description(model))
     assert replace(family.to_model(FIELDS[model]), hf_config=config.hf_config) == config  # type: ignore[arg-type]
 
 
-def test_torchrun_leaves_our_options_alone_behind_two_dashes() -> None:
+def test_torchrun_passes_options_after_two_dashes() -> None:
     from torch.distributed.run import get_args_parser
 
     words = ["grpo", "my.yaml", "--run", "runs/big", "--nproc", "2", "--seed=3"]

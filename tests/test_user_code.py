@@ -1,4 +1,4 @@
-"""Code named path/to/file.py:name: what is found, and the sentence for everything that can be wrong with it."""
+"""User code named path/to/file.py:name: what is found, and a clear error for each mistake."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "mine.py"
 
 
-def test_functions_and_classes_are_found_and_what_was_imported_too(file: Path) -> None:
+def test_defined_and_imported_functions_and_classes_are_found(file: Path) -> None:
     assert load_callable(f"{file}:double")(4) == 8
     assert load_callable(f"{file}:Shift")(by=2.0)(1.0) == 3.0  # a dataclass looks its own module up
     assert load_callable(f"{file}:sqrt")(9.0) == 3.0

@@ -33,7 +33,7 @@ from tests.conftest import Ranks
 from tests.meshes import mesh
 from tests.rollout.engines import SingleRankEngine
 from tests.rollout.episodes import step
-from tests.rollout.functions import talk
+from tests.rollout.functions import scripted_conversation
 
 SAMPLES = 2
 
@@ -91,7 +91,9 @@ def make_task(**example: Any) -> Task:
 def run_rollout(
     engine: Any, tasks: list[Task], *, budget: int = 96, workers: int = 2, **settings: Any
 ) -> list[Trajectory]:
-    environment = MultiTurn(tasks, talk, workers=workers, **{"max_turns": 6, "timeout": 60.0, **settings})
+    environment = MultiTurn(
+        tasks, scripted_conversation, workers=workers, **{"max_turns": 6, "timeout": 60.0, **settings}
+    )
     outputs = SamplingSettings(max_new_tokens=5)
     try:
         sampler = RolloutSampler(

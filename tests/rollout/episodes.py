@@ -1,4 +1,4 @@
-"""Episodes whose turns are taken together."""
+"""Steps several episodes together."""
 
 from __future__ import annotations
 

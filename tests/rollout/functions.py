@@ -1,4 +1,4 @@
-"""Functions that tests let workers call. Nothing heavy is imported here, since every worker imports it."""
+"""Functions that tests run in worker processes. Imports nothing heavy, since every worker imports it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VALUES = {
 
 
 def misbehave(prompt: str, completion: str, example: Mapping[str, Any]) -> Any:
-    """Does or returns what the completion says."""
+    """Does or returns what the completion names."""
     match completion:
         case "hang":
             time.sleep(60)
@@ -62,7 +62,7 @@ def write_to_pipes(data: bytes) -> None:
                 os.write(int(entry.name), data)
 
 
-def half_an_answer(prompt: str, completion: str, example: Mapping[str, Any]) -> float:
+def write_partial_reply(prompt: str, completion: str, example: Mapping[str, Any]) -> float:
     if completion == "half":
         write_to_pipes(struct.pack("!i", 100) + b"{")
         time.sleep(60)
@@ -70,7 +70,7 @@ def half_an_answer(prompt: str, completion: str, example: Mapping[str, Any]) -> 
 
 
 def forking(prompt: str, completion: str, example: Mapping[str, Any]) -> float:
-    """Judges beside a child of its own, which ends as sandboxes do, or does not end itself."""
+    """Forks a child that ends like a sandbox does, or does not end by itself."""
     child = os.fork()
     if child == 0:
         if completion == "exit":
@@ -86,7 +86,7 @@ def length(prompt: str, completion: str, example: Mapping[str, Any]) -> dict[str
 
 
 def ascii_share(prompt: str, completion: str, example: Mapping[str, Any]) -> float:
-    """A property in which completions of an untrained model over bytes differ."""
+    """Returns a property in which completions of an untrained byte model differ."""
     return sum(letter.isascii() for letter in completion) / max(1, len(completion))
 
 
@@ -97,7 +97,7 @@ def start_child_and_hang(directory: str) -> None:
 
 
 def start_session_and_hang(directory: str) -> None:
-    """As tools are started, one of them by a process that is gone."""
+    """Starts tools in a new session, one of them through a process that has exited."""
     child = subprocess.Popen(["sleep", "60"], start_new_session=True)
     done = subprocess.run(["sh", "-c", "setsid sleep 60 >&- & echo $!"], stdout=subprocess.PIPE, check=True)
     (Path(directory) / "pids").write_text(f"{os.getpid()} {child.pid} {int(done.stdout)}")
@@ -109,7 +109,7 @@ def process_id(*_: Any) -> int:
 
 
 def guess(prompt: Any, completions: list[str], example: Mapping[str, Any]) -> Any:
-    """A game of higher and lower that keeps nothing between turns."""
+    """A guessing game without state between turns."""
     number = int(completions[-1])
     if number == example["number"]:
         return {"reward": 1.0 / len(completions), "turns": len(completions)}
@@ -127,8 +127,8 @@ FAULTS: dict[str, Any] = {
 }
 
 
-def talk(prompt: Any, completions: list[str], example: Mapping[str, Any]) -> Any:
-    """A conversation of so many turns, whose answers are so long, and that fails or takes its time as it is told."""
+def scripted_conversation(prompt: Any, completions: list[str], example: Mapping[str, Any]) -> Any:
+    """A conversation with a given number of turns and reply length, which fails or is slow as told."""
     match example.get("fault"):
         case "raise":
             raise RuntimeError("no such tool")

@@ -1,4 +1,4 @@
-"""A stand-in for a judge: an OpenAI-compatible server in a thread that answers as a function says."""
+"""A fake judge: an OpenAI-compatible server in a thread whose replies come from a function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Answer = Callable[[dict[str, Any], int], "tuple[int, Any] | str"]
 
 @dataclass
 class JudgeServer:
-    """Its address, and the requests that it got."""
+    """Its address, and the requests it received."""
 
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -27,7 +27,7 @@ class JudgeServer:
 
 @contextmanager
 def judge_server(answer: Answer) -> Iterator[JudgeServer]:
-    """Answers until the context ends."""
+    """Serves until the context ends."""
     server, lock, present = JudgeServer(), threading.Lock(), 0
 
     class Handler(BaseHTTPRequestHandler):

@@ -64,7 +64,7 @@ class RewardPool(FailureCounter):
 
     @property
     def lost(self) -> int | None:
-        """Workers lost through no fault of a call, whose calls others made again. None where that cannot happen."""
+        """Returns the number of workers lost by no fault of a call, whose calls were retried; None if not possible."""
         return self.pool.lost
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ LIMIT = 2.0  # seconds; what hangs is given up after so many
 
 
 class Counting:
-    """Counts what it is told; "stop" ends it, and other words make it fail."""
+    """Counts its messages; "stop" ends it, and some words make it fail."""
 
     closed = 0
     unblocked = threading.Event()
@@ -92,7 +92,7 @@ def test_an_episode_keeps_its_state_and_sums_its_rewards() -> None:
     environment.close()
 
 
-def test_an_episode_that_fails_costs_itself() -> None:
+def test_failed_episode_affects_no_other() -> None:
     environment = counting()
     kinds = {
         "raise": ("raised", "Counting failed: RuntimeError: no such thing"),
@@ -112,8 +112,8 @@ def test_an_episode_that_fails_costs_itself() -> None:
 
 
 @pytest.mark.parametrize("way", ["exit", "exit later"])
-def test_an_episode_that_exits_costs_itself(way: str) -> None:
-    """And none that is under way beside it, or comes after it."""
+def test_episode_that_calls_exit_affects_no_other(way: str) -> None:
+    """Neither concurrent nor later ones."""
     environment = counting(timeout=20.0)
     episodes = [environment.reset(task) for task in environment.tasks]
     turns = step(environment, episodes[:4], ["go", way, "go", "go"])
@@ -126,7 +126,7 @@ def test_an_episode_that_exits_costs_itself(way: str) -> None:
 
 
 @pytest.mark.slow
-def test_one_that_blocks_the_thread_is_left_behind() -> None:
+def test_episode_that_blocks_the_event_loop_is_abandoned() -> None:
     environment = counting()
     first, second = (environment.reset(environment.tasks[0]) for _ in range(2))
     (turn,) = step(environment, [first], ["block"])
@@ -136,7 +136,7 @@ def test_one_that_blocks_the_thread_is_left_behind() -> None:
     environment.close()
 
 
-def test_hundreds_wait_at_once() -> None:
+def test_hundreds_of_episodes_wait_concurrently() -> None:
     coroutines, waiting, everyone = CoroutinePool("wait", 300.0), [0], asyncio.Event()
 
     async def wait_for_all(call_id: int) -> int:
@@ -157,7 +157,7 @@ def test_hundreds_wait_at_once() -> None:
     coroutines.close()
 
 
-def test_an_episode_is_tried_before_a_run_begins() -> None:
+def test_preflight_runs_a_trial_episode() -> None:
     environment = counting()
     environment.trial_call(environment.tasks[3], AssistantTurn("go"))
     with pytest.raises(ValueError, match="Counting failed on trial on row 3: RuntimeError: no such thing"):
@@ -172,7 +172,7 @@ def test_an_episode_is_tried_before_a_run_begins() -> None:
         counting(max_turns=0)
 
 
-def test_without_its_package_openenv_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_openenv_package_gives_install_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("postlude.rollout.openenv.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="openenv, but its package is missing"):
         OpenEnvServer("http://localhost:1")
@@ -180,7 +180,7 @@ def test_without_its_package_openenv_is_a_sentence(monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """A real OpenEnv server, in a thread: a game of higher and lower."""
+    """A real OpenEnv server in a thread: a guessing game."""
     if importlib.util.find_spec("openenv") is None:
         pytest.skip("the package is missing: pip install openenv")
     import socket
@@ -229,7 +229,7 @@ def server() -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_openenv_plays_its_episodes(server: str) -> None:
+def test_openenv_episodes(server: str) -> None:
     openenv = OpenEnvServer(server, observation="hint")
     tasks = OpenEnvTasks(openenv, first=40, size=10, chat=True, system=None)
     assert tasks[4].prompt == [{"role": "user", "content": "Guess my number, game 44."}]
@@ -253,7 +253,7 @@ def test_openenv_plays_its_episodes(server: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_not_there_is_a_sentence(server: str) -> None:
+def test_unreachable_openenv_server_gives_clear_error(server: str) -> None:
     openenv = OpenEnvServer("http://127.0.0.1:9", timeout=5.0)
     with pytest.raises(
         ValueError, match=r"the OpenEnv server at http://127\.0\.0\.1:9 did not begin seed 0: .* running"

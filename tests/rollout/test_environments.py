@@ -1,4 +1,4 @@
-"""Environments: tasks are the same in every process, and a conversation's tokens are those that were sampled."""
+"""Environments: tasks are the same in every process, and conversations keep the sampled tokens."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def holds_the_answer(prompt: Any, completion: str, example: Mapping[str, Any]) -
     return float(str(example["answer"]) in completion)
 
 
-def test_rows_are_tasks(tasks: DatasetTasks) -> None:
+def test_each_row_is_a_task(tasks: DatasetTasks) -> None:
     assert tasks[0] == Task("1 + 1 =", {"prompt": "1 + 1 =", "answer": 2}, "line 1 of train.jsonl")
     assert [is_chat(tasks[index].prompt) for index in range(len(tasks))] == [False, True]
     wrapped = DatasetTasks(tasks.rows, chat=True, system="Be brief.")
@@ -73,7 +73,7 @@ SUMS = [f"{first}+{second}=" for first in range(5) for second in range(4)]  # 20
 
 
 def copies(*numbers: int) -> list[Task]:
-    """Tasks with the prompts of these numbers, as text or as messages, told apart by their rows."""
+    """Returns tasks with the prompts of these numbers, as text or messages, distinguished by their rows."""
     return [
         Task(SUMS[number] if number % 2 else [{"role": "user", "content": SUMS[number]}], {"place": place}, f"{place}")
         for place, number in enumerate(numbers)
@@ -95,7 +95,7 @@ def test_held_out_prompts_are_none_of_those_trained_on() -> None:
     assert not held_out_prompts & {str(tasks[index].prompt) for index in trained}
 
 
-def test_copies_of_a_prompt_count_once_among_those_held_out() -> None:
+def test_duplicate_prompts_count_once_among_held_out_ones() -> None:
     tasks = copies(0, 1, 2, 3, 3, 2, 3, 3)
     assert hold_out(tasks, 2).indices == [5, 7]
     assert [index for index in range(8) if index not in hold_out(tasks, 2)] == [0, 1]
@@ -110,7 +110,7 @@ def test_copies_of_a_prompt_count_once_among_those_held_out() -> None:
     assert last_tasks(tasks, 8).indices == list(range(8))
 
 
-def test_which_prompts_are_held_out_does_not_depend_on_the_process() -> None:
+def test_held_out_prompts_do_not_depend_on_the_process() -> None:
     script = """
 from postlude.rollout.tasks import Task, task_digest
 print(task_digest(Task([{"role": "user", "content": "1"}], {"set": {"a", "b", "c", "d"}}), "row").hex())
@@ -123,7 +123,7 @@ print(task_digest(Task([{"role": "user", "content": "1"}], {"set": {"a", "b", "c
     assert processes[0].stdout == processes[1].stdout != b""
 
 
-def test_one_turn_is_scored_and_over(tasks: DatasetTasks) -> None:
+def test_single_turn_episode_is_scored_and_ends(tasks: DatasetTasks) -> None:
     environment = SingleTurn(tasks, FunctionReward(holds_the_answer, workers=0))
     episodes = [environment.reset(tasks[0]), environment.reset(tasks[1]), environment.reset(tasks[1])]
     turns = step(environment, episodes, ["it is 2", "4", "5"])
@@ -153,15 +153,15 @@ def test_a_conversation_continues_until_the_environment_returns_a_reward(workers
     environment.close()
 
 
-def test_a_turn_is_a_score_or_an_observation() -> None:
+def test_turn_returns_a_score_or_an_observation() -> None:
     with pytest.raises(ValueError, match="a turn has a score, and is the last, or an observation"):
         TurnResult()
     with pytest.raises(ValueError, match="max_turns is 0"):
         MultiTurn([], guess, max_turns=0)
 
 
-def test_a_transcript_is_the_conversation_with_its_sampled_tokens_trained_on() -> None:
-    """As the whole conversation would be encoded, though no sampled token was encoded again."""
+def test_transcript_trains_on_the_sampled_tokens() -> None:
+    """It equals the encoded conversation, although sampled tokens are never encoded again."""
     tokenizer = byte_tokenizer()
     encoder = Encoder(tokenizer=tokenizer)
     talk = [
@@ -195,13 +195,13 @@ print([decode_entries(page)[0]["question"] for page in pages])
 
 @pytest.mark.slow
 def test_a_seed_and_an_index_give_the_same_task_in_every_process(words: ReasoningGym) -> None:
-    """word_ladder walks through sets, so that on its own it depends on the hashes of the process."""
+    """word_ladder iterates over sets, so without care it depends on the process's hash seed."""
     expected = str([words[index].example["question"] for index in (299, 0, 256)])
     done = subprocess.run([sys.executable, "-c", SAME_SEED], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == expected, done.stderr
 
 
-def test_reasoning_gym_asks_for_an_answer_in_a_tag(words: ReasoningGym) -> None:
+def test_reasoning_gym_prompt_requests_an_answer_tag(words: ReasoningGym) -> None:
     task = words[4]
     assert is_chat(task.prompt)
     content = task.prompt[0]["content"]  # type: ignore[index]
@@ -212,7 +212,7 @@ def test_reasoning_gym_asks_for_an_answer_in_a_tag(words: ReasoningGym) -> None:
 
 
 @pytest.mark.slow
-def test_reasoning_gym_is_scored_by_itself() -> None:
+def test_reasoning_gym_uses_its_own_scores() -> None:
     pytest.importorskip("reasoning_gym")
     gym = ReasoningGym("chain_sum", {"min_terms": 2, "max_terms": 3}, seed=1, size=40, chat=False)
     environment = SingleTurn(gym, FunctionReward(gym.reward(), workers=1))
@@ -229,7 +229,7 @@ def test_reasoning_gym_is_scored_by_itself() -> None:
 
 
 @pytest.mark.slow
-def test_every_task_of_reasoning_gym_can_be_had() -> None:
+def test_every_reasoning_gym_task_can_be_created() -> None:
     pytest.importorskip("reasoning_gym")
     from reasoning_gym.factory import DATASETS
 
@@ -248,7 +248,7 @@ def test_every_task_of_reasoning_gym_can_be_had() -> None:
         ("chain_sum", {"min_terms": -1}, 'refuses these settings of "chain_sum"'),
     ],
 )
-def test_an_unknown_task_is_a_sentence(name: str, config: dict[str, Any], sentence: str) -> None:
+def test_unknown_task_gives_clear_error(name: str, config: dict[str, Any], sentence: str) -> None:
     pytest.importorskip("reasoning_gym")
     with pytest.raises(ValueError, match=sentence):
         gym_dataset(name, config)
@@ -262,14 +262,14 @@ def test_an_unknown_task_is_refused_before_any_is_made() -> None:
         ReasoningGym("chain_sums")
 
 
-def test_impossible_gyms_are_sentences() -> None:
+def test_invalid_reasoning_gym_settings_give_clear_errors() -> None:
     with pytest.raises(ValueError, match='config has "seed"'):
         ReasoningGym("chain_sum", {"seed": 1})
     with pytest.raises(ValueError, match="size is 0"):
         ReasoningGym("chain_sum", size=0)
 
 
-def test_a_transcript_keeps_the_experts_that_tokens_were_sampled_with() -> None:
+def test_transcript_keeps_the_routing_of_sampled_tokens() -> None:
     def routing(length: int, expert: int) -> torch.Tensor:
         return torch.cat((torch.full((length - 1, 2, 1), expert), torch.full((1, 2, 1), -1))).short()
 

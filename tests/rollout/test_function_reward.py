@@ -1,4 +1,4 @@
-"""Reward functions: they get what they name, one completion, a batch or a group at a time, and sums are weighted."""
+"""Reward functions get the arguments they name, per completion, batch or group; sums are weighted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS = [Task(f"question {number}", {"answer": number, "level": "easy"}, f"line {
 
 
 def score(reward: Reward, texts: Sequence[str], tasks: Sequence[Task] = ROWS) -> list[Score]:
-    """Returns the score of each text, as a completion of the task at its place."""
+    """Returns the score of each text as a completion of the task at its index."""
     environment = SingleTurn(tasks, reward)
     with closing(environment):
         episodes = [environment.reset(tasks[place % len(tasks)]) for place in range(len(texts))]
@@ -86,7 +86,7 @@ def test_a_reward_function_with_an_unknown_argument_is_refused() -> None:
     assert "answer, level, prompt, completion, completion_ids, length, truncated, example" in error
 
 
-def test_a_function_of_completions_gets_lists_in_order_and_at_most_a_batch() -> None:
+def test_batched_reward_function_gets_ordered_lists_up_to_the_batch_size() -> None:
     sizes: list[int] = []
 
     def trl(completions: list[str], answer: list[int], **columns: Any) -> list[float]:
@@ -177,7 +177,7 @@ def test_a_call_that_hangs_names_its_row(file: Path) -> None:
     assert scores[1].error == f"{file}:hangs took more than 1 s and was ended on line 2."
 
 
-def test_a_group_is_one_call_once_all_its_completions_are_there() -> None:
+def test_group_reward_is_called_once_with_all_completions() -> None:
     groups: list[list[str]] = []
 
     def longest(completions: list[str]) -> np.ndarray[Any, Any]:
@@ -198,7 +198,7 @@ def test_a_group_is_one_call_once_all_its_completions_are_there() -> None:
     environment.close()
 
 
-def test_a_group_needs_a_function_of_completions() -> None:
+def test_group_reward_requires_a_batched_function() -> None:
     def score_one(completion: str) -> float:
         return 1.0
 
@@ -206,7 +206,7 @@ def test_a_group_needs_a_function_of_completions() -> None:
         FunctionReward(score_one, workers=0, group=True)
 
 
-def test_coroutines_run_at_once_up_to_the_limit_and_not_longer_than_the_timeout() -> None:
+def test_coroutines_run_concurrently_up_to_the_limit_and_timeout() -> None:
     running, most = 0, 0
 
     async def slow(completion: str) -> float:
@@ -255,7 +255,7 @@ def test_several_rewards_are_summed_with_their_weights() -> None:
 
 
 @pytest.mark.parametrize("failed_reward", [None, -1.0])
-def test_a_sum_fails_with_one_of_its_rewards(failed_reward: float | None) -> None:
+def test_sum_of_rewards_fails_if_one_reward_fails(failed_reward: float | None) -> None:
     rewards = {
         "length": Weighted(FunctionReward(length, workers=0)),
         "other": Weighted(FunctionReward(fails_on_b, workers=0, failed_reward=failed_reward), 3.0),
@@ -267,7 +267,7 @@ def test_a_sum_fails_with_one_of_its_rewards(failed_reward: float | None) -> Non
 
 
 class Constant(Reward):
-    """A kind of reward that this repository does not have."""
+    """A custom kind of reward."""
 
     name = "constant"
 
@@ -285,11 +285,11 @@ class Constant(Reward):
         pass
 
 
-def test_another_kind_of_reward_is_one_class() -> None:
+def test_custom_reward_kind_is_one_class() -> None:
     rewards = {"constant": Weighted(Constant(), 0.5), "length": Weighted(FunctionReward(length, workers=0))}
     assert score(WeightedSum(rewards), ["abc"]) == [Score(5.0, {"constant": 4.0, "length": 3.0})]
 
 
-def test_an_episode_alone_is_its_own_group() -> None:
+def test_single_episode_is_its_own_group() -> None:
     episode = Episode(ROWS[0])
     assert episode.group == [episode]

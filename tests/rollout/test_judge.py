@@ -1,4 +1,4 @@
-"""A judge: its question, how its score is read, and what happens when there is none."""
+"""Judge rewards: the prompt, parsing of scores, and replies without a score."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_score_is_the_first_group_of_the_last_match(verdict: Verdict, answer: 
         assert verdict.read(answer) == score
 
 
-def test_an_answer_without_a_score_is_a_failed_call_or_a_number() -> None:
+def test_reply_without_a_score_fails_or_gets_the_default_score() -> None:
     with judge_server(lambda body, number: "Score: 2" if "good" in str(body) else "I cannot say.") as server:
         good, bad = scores(JudgeReward(server.url, "m", TEMPLATE), "good", "bad")
         assert (good, bad.excluded, bad.components) == (Score(2.0), True, {"invalid": 1.0})
@@ -125,7 +125,7 @@ def test_a_request_to_a_busy_judge_is_retried_and_a_refusal_is_final() -> None:
         assert "failed on line 1: it replies with status 503: {}; it was asked 2 times" in str(failed.error)
 
 
-def test_requests_run_at_once_up_to_the_limit_and_end_after_their_time() -> None:
+def test_requests_run_concurrently_up_to_the_limit_and_timeout() -> None:
     released = threading.Event()
 
     def answer(body: dict[str, Any], number: int) -> str:
@@ -143,7 +143,7 @@ def test_requests_run_at_once_up_to_the_limit_and_end_after_their_time() -> None
     assert "failed on line 1: it gave no reply within 1 s" in str(judged[6].error)
 
 
-def test_an_impossible_judge_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_judge_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"

@@ -30,12 +30,12 @@ from postlude.rollout.verifiers import ExactReward, MathReward, extract
 from postlude.user_code import UserCodeError
 from tests.rollout.functions import (
     forking,
-    half_an_answer,
     length,
     misbehave,
     process_id,
     start_child_and_hang,
     start_session_and_hang,
+    write_partial_reply,
 )
 from tests.rollout.reward_pool import RewardPool
 
@@ -99,7 +99,7 @@ def has_exited(pid: int, patience: float = 300.0) -> bool:
     return False
 
 
-def test_workers_return_the_results_of_this_process_in_order() -> None:
+def test_worker_results_equal_local_results_in_order() -> None:
     reward_calls = [("p", "x" * (i % 17), {"bonus": i}) for i in range(1000)]
     with closing(RewardPool(length, workers=0)) as inline_pool, closing(RewardPool(length, workers=3)) as process_pool:
         expected = score_all(inline_pool, reward_calls)
@@ -111,7 +111,7 @@ def test_workers_return_the_results_of_this_process_in_order() -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_costs_its_own_sample(misbehaving: RewardPool, fault: str) -> None:
+def test_fault_affects_only_its_own_sample(misbehaving: RewardPool, fault: str) -> None:
     kind, sentence = FAULTS[fault]
     before = misbehaving.failures.copy()
     scores = score_all(misbehaving, calls(*["fine"] * 5, fault, *["fine"] * 6))
@@ -123,7 +123,7 @@ def test_a_fault_costs_its_own_sample(misbehaving: RewardPool, fault: str) -> No
 
 
 @pytest.mark.slow
-def test_every_sample_may_fail_at_once() -> None:
+def test_all_samples_may_fail() -> None:
     with closing(RewardPool(misbehave, workers=2, timeout=LIMIT)) as pool:
         scores = score_all(pool, calls("die", "hang", "nan", "killed", "raise", "hang", "die"))
         assert all(score.excluded for score in scores)
@@ -145,16 +145,16 @@ def test_the_first_failure_of_a_kind_is_logged(caplog: pytest.LogCaptureFixture)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_forked_child_does_not_answer_for_its_parent(workers: int) -> None:
-    """Whether it leaves by sys.exit, raises or returns; its parent, who waits for it, learns how it ended."""
+def test_forked_child_does_not_reply_for_its_parent(workers: int) -> None:
+    """Whether it calls sys.exit, raises or returns; its parent, which waits for it, gets its exit status."""
     completions = ["exit", "raise", "return"] * 3
     with closing(RewardPool(forking, workers=workers, timeout=20.0)) as pool:
         assert [score.reward for score in score_all(pool, calls(*completions))] == [3.0, 1.0, 0.0] * 3
 
 
 def test_a_partial_reply_delays_no_other_call() -> None:
-    """A reply that never comes whole costs its call the time limit, and no other call waits for it."""
-    with closing(RewardPool(half_an_answer, workers=2, timeout=LIMIT)) as pool:
+    """A reply that never completes costs its call the timeout, and delays no other."""
+    with closing(RewardPool(write_partial_reply, workers=2, timeout=LIMIT)) as pool:
         scores = score_all(pool, calls("fine", "half", "fine", "fine"))
         assert [score.reward for score in scores] == [1.0, 0.0, 1.0, 1.0]
         assert scores[1].error == f"half_an_answer took more than {LIMIT:g} s and was ended."
@@ -198,7 +198,7 @@ def test_workers_do_not_outlive_a_trainer_that_was_killed() -> None:
     assert has_exited(int(done.stdout))
 
 
-def test_a_worker_whose_trainer_is_gone_ends_without_a_word() -> None:
+def test_worker_without_its_trainer_ends_silently() -> None:
     (calls, sent), (received, replies) = os.pipe(), os.pipe()
     function = {"secret": "s", "sys_path": sys.path, "pickled": pickle.dumps(len), "file": None}
     with Connection(sent, readable=False) as pool:
@@ -224,7 +224,7 @@ def numbers(prompt: str, completion: str, example: Mapping[str, Any]) -> Any:
     return kinds.get(completion) or {"reward": np.int64(3), "seen": True}
 
 
-def test_numbers_of_any_make_are_read() -> None:
+def test_all_number_types_are_accepted() -> None:
     with closing(RewardPool(numbers, workers=0)) as pool:
         scores = score_all(pool, calls("numpy", "torch", "bool", "int", "dict"))
     assert scores == [Score(0.5), Score(0.5), Score(1.0), Score(2.0), Score(3.0, {"seen": 1.0})]
@@ -260,7 +260,7 @@ def test_a_function_is_loaded_by_its_path(file: Path, workers: int) -> None:
         assert score_all(pool, calls("abc")) == [Score(6.0)]
 
 
-def test_a_worker_is_light_and_hashes_like_every_other(file: Path) -> None:
+def test_worker_imports_no_torch_and_has_a_fixed_hash_seed(file: Path) -> None:
     with closing(RewardPool(f"{file}:torch_is_here", workers=1)) as pool:
         assert score_all(pool, calls("x")) == [Score(0.0)]
     scores = []
@@ -281,13 +281,13 @@ def test_a_worker_is_light_and_hashes_like_every_other(file: Path) -> None:
         ("broken.py:reward", r"broken\.py cannot be run: ZeroDivisionError: division by zero \(broken\.py, line 1\)"),
     ],
 )
-def test_a_function_that_cannot_be_loaded_is_a_sentence(file: Path, name: str, sentence: str, workers: int) -> None:
+def test_function_that_cannot_be_loaded_gives_clear_error(file: Path, name: str, sentence: str, workers: int) -> None:
     (file.parent / "broken.py").write_text("1 / 0")
     with pytest.raises((WorkerError, UserCodeError), match=sentence):
         RewardPool(f"{file.parent}/{name}", workers=workers)
 
 
-def test_a_file_that_ends_the_process_is_a_sentence(tmp_path: Path) -> None:
+def test_file_that_exits_at_import_gives_clear_error(tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text("import os; os._exit(4)")
     with pytest.raises(WorkerError, match=r"cannot be loaded: it ended its process with exit code 4"):
         RewardPool(f"{tmp_path}/ends.py:reward", workers=1)
@@ -305,7 +305,7 @@ def test_a_function_of_a_module_that_workers_cannot_import_is_loaded_by_its_file
         assert score_all(pool, calls("x")) == [Score(5.0)]
 
 
-def test_a_function_that_no_worker_can_have_is_refused() -> None:
+def test_function_that_workers_cannot_load_is_refused() -> None:
     with pytest.raises(WorkerError, match=r"<lambda> cannot be sent to a worker process\. .* or use workers=0"):
         RewardPool(lambda *_: 1.0, workers=1)
     with closing(RewardPool(lambda *_: 1.0, workers=0)) as pool:
@@ -323,7 +323,7 @@ GUARD
 
 
 @pytest.mark.parametrize("guard", ['if __name__ == "__main__":', "if True:"])
-def test_a_script_may_score_with_its_own_function_behind_a_guard(tmp_path: Path, guard: str) -> None:
+def test_script_can_use_its_own_function_with_a_main_guard(tmp_path: Path, guard: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.replace("GUARD", guard))
     done = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, check=False)
     if guard == "if True:":
@@ -340,12 +340,12 @@ def test_a_script_may_score_with_its_own_function_behind_a_guard(tmp_path: Path,
         ({"failed_reward": float("nan")}, "failed_reward is nan"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_sentences(settings: dict[str, Any], sentence: str) -> None:
+def test_invalid_settings_give_clear_errors(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         RewardPool(length, **settings)
 
 
-def test_an_answer_is_taken_from_its_last_tag() -> None:
+def test_answer_is_taken_from_the_last_tag() -> None:
     assert extract("<answer>1</answer> no <answer>\n 2\n</answer>!", "answer") == "2"
     assert extract("no tag", "answer") is None
     assert extract(" all ", None) == "all"
@@ -378,7 +378,7 @@ def test_mathematical_answers_are_compared_as_mathematics() -> None:
 
 
 def test_exact_answers_are_compared_as_text() -> None:
-    """Spaces around them do not count, and a number in a row is its text."""
+    """Surrounding spaces do not count, and a number in a row is compared as text."""
     with closing(RewardPool(ExactReward(), workers=0)) as pool:
         rows = [("14", "14"), (" 14\n", 14), ("14.0", "14"), ("so 14", "14"), ("", "14")]
         scores = score_all(pool, [("p", completion, {"answer": answer}) for completion, answer in rows])
@@ -387,21 +387,21 @@ def test_exact_answers_are_compared_as_text() -> None:
         assert 'the example has no "answer"; it has: anwser' in str(failed.error)
 
 
-def test_a_mathematical_answer_may_be_asked_for_in_a_tag() -> None:
+def test_mathematical_answer_may_be_in_a_tag() -> None:
     pytest.importorskip("math_verify")
     judge = MathReward(column="gold", tag="answer")
     cases = {"<answer>x + 1</answer>": 1.0, "<answer>$1+x$</answer>": 1.0, "x + 1": 0.0, "<answer>x</answer>": 0.0}
     assert {text: judge("p", text, {"gold": "1 + x"})["reward"] for text in cases} == cases
 
 
-def test_a_missing_verifier_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_math_verify_package_gives_install_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ImportError, match="needs the package math-verify: pip install math-verify"):
         RewardPool(MathReward(), workers=0)
 
 
 def test_a_reply_to_another_call_is_refused() -> None:
-    """Its id is wrong, though it has the worker's secret: replies of an earlier call must not score this one."""
+    """It has the worker's secret but another call id: replies of an earlier call must not score this one."""
     process = _WorkerProcess.__new__(_WorkerProcess)
     process.sent, process.forged, process.ended, process.timeout = deque([3, 4]), False, False, 1.0
     results: dict[int, CallResult] = {}

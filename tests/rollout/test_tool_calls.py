@@ -1,4 +1,4 @@
-"""Tool-call formats: each reads the calls of a completion in order, and says of a broken one how a call is written."""
+"""Tool-call formats: calls are parsed in order, and a malformed call gets an error that shows the format."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def right(prompt, completion, example):
 """
 
 
-def test_every_format_reaches_the_tools(tmp_path: Path) -> None:
+def test_every_format_calls_the_tools(tmp_path: Path) -> None:
     file = tmp_path / "tools.py"
     file.write_text(FILE)
     assert set(FORMATS) == {"hermes", "llama3", "qwen3_coder"}

@@ -54,7 +54,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_call_is_answered_and_an_answer_is_judged(file: Path) -> None:
+def test_tool_call_gets_its_result_and_final_answer_is_scored(file: Path) -> None:
     reply = ToolReply((f"{file}:add", f"{file}:wait"), f"{file}:right")
     for completion, heard in {
         call("add", a=1, b=2): ["3"],
@@ -69,8 +69,8 @@ def test_a_call_is_answered_and_an_answer_is_judged(file: Path) -> None:
     assert [reply([], ["", completion], {"answer": "3"}) for completion in ("3", "4")] == [1.0, 0.0]
 
 
-def test_a_call_that_is_only_thought_of_is_none(file: Path) -> None:
-    """Within reasoning, begun in the prompt or not, ended or not; one after it is."""
+def test_tool_call_within_reasoning_is_ignored(file: Path) -> None:
+    """In closed or open reasoning, started in the prompt or not; a call after it counts."""
     reply, thought = ToolReply((f"{file}:add",), f"{file}:right"), call("add", a=1, b=2)
     for completion in (
         f"<think>{thought}</think>3",
@@ -118,7 +118,7 @@ def settings(file: Path, *lines: str) -> ToolSettings:
     return environment
 
 
-def test_tools_are_chosen_in_a_config_and_written_into_the_prompt(file: Path) -> None:
+def test_tools_are_configured_and_rendered_in_the_prompt(file: Path) -> None:
     with pytest.raises(ValueError, match="tools are called in messages, but prompts are text"):
         settings(file).build(0)
     chosen = settings(file, "--environment.chat=true")
