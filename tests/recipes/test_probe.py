@@ -43,7 +43,7 @@ def test_a_server_that_keeps_old_weights_ends_the_run_in_that_step(ranks: Ranks,
 
 
 def run_without_sync(group: Any, directory: str, *overrides: str) -> tuple[str, str]:
-    """Like `lost`, with a native generator that keeps its first weights."""
+    """Like `run_losing_server`, with a native generator that keeps its first weights."""
     sync_weights = SyncedGenerator.sync_weights
 
     def keep(self: SyncedGenerator) -> None:

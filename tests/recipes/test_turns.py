@@ -183,14 +183,14 @@ def faulty(group: Any) -> tuple[list[Any], dict[str, Any]]:
 def test_failing_environment_loses_only_its_own_episodes(ranks: Ranks) -> None:
     ((scores, metrics),) = ranks(1, faulty)
     sentences = {
-        "raise": "talk failed: RuntimeError: no such tool",
-        "none": "talk returned None, but a reward is a number",
-        "object": "talk failed: TypeError: it returned a object",
+        "raise": "scripted_conversation failed: RuntimeError: no such tool",
+        "none": "scripted_conversation returned None, but a reward is a number",
+        "object": "scripted_conversation failed: TypeError: it returned a object",
         "no content": "the environment's observation cannot be read: ",
         "part": "the environment's observation cannot be read: ",
         "bad role": "the environment's observation cannot be read: ",
-        "die": "talk ended its process with exit code 7",
-        "hang": "talk took more than 4 s and was ended",
+        "die": "scripted_conversation ended its process with exit code 7",
+        "hang": "scripted_conversation took more than 4 s and was ended",
     }
     for kind, score in scores:
         if kind == "fine":

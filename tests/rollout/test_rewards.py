@@ -157,7 +157,7 @@ def test_a_partial_reply_delays_no_other_call() -> None:
     with closing(RewardPool(write_partial_reply, workers=2, timeout=LIMIT)) as pool:
         scores = score_all(pool, calls("fine", "half", "fine", "fine"))
         assert [score.reward for score in scores] == [1.0, 0.0, 1.0, 1.0]
-        assert scores[1].error == f"half_an_answer took more than {LIMIT:g} s and was ended."
+        assert scores[1].error == f"write_partial_reply took more than {LIMIT:g} s and was ended."
 
 
 @pytest.mark.slow
