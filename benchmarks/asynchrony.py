@@ -39,7 +39,7 @@ UNCOUNTED = 3  # steps at the beginning
 PHASES = ("rollout", "reward", "weights", "score", "train")
 
 
-class Waiting:
+class SlowEpisode:
     """An episode of one turn with a slow reward function."""
 
     def __init__(self, example: Mapping[str, Any], median: float, tail: float) -> None:
@@ -63,7 +63,7 @@ def config(arguments: argparse.Namespace, directory: Path, staleness: int) -> di
         "environment": {
             "kind": "episodes",
             "path": str(rows),
-            "episode": f"{Path(__file__).resolve()}:Waiting",
+            "episode": f"{Path(__file__).resolve()}:SlowEpisode",
             "settings": waits,
             "max_turns": 1,
             "timeout": 600.0,

@@ -122,8 +122,8 @@ def load_adapter(generator: Generator, rank: int) -> str:
     return "random"
 
 
-class AtLengths(StoppingCriteria):
-    """Each row ends at its own length."""
+class StopAtLengths(StoppingCriteria):
+    """Stops each row at its own length."""
 
     def __init__(self, stops: Tensor) -> None:
         self.stops = stops
@@ -154,7 +154,7 @@ def transformers(config: Any, device: str, budget: int, max_rows: int) -> Run:
             max_new_tokens=max(lengths),
             pad_token_id=0,
             cache_implementation="static",
-            stopping_criteria=StoppingCriteriaList([AtLengths(stops)]),
+            stopping_criteria=StoppingCriteriaList([StopAtLengths(stops)]),
         )
 
     return run

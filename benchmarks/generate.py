@@ -141,8 +141,8 @@ def load_both_models(name: str) -> tuple[LanguageModel, PreTrainedModel]:
     return model, hf_model
 
 
-class AtLengths(StoppingCriteria):
-    """Each row ends at its own length."""
+class StopAtLengths(StoppingCriteria):
+    """Stops each row at its own length."""
 
     def __init__(self, stops: list[int]) -> None:
         self.stops = torch.tensor(stops)
@@ -165,7 +165,7 @@ def generate(model: PreTrainedModel, prompts: list[list[int]], lengths: list[int
             do_sample=False,
             max_new_tokens=max(batch_lengths),
             pad_token_id=0,
-            stopping_criteria=StoppingCriteriaList([AtLengths([width + length for length in batch_lengths])]),
+            stopping_criteria=StoppingCriteriaList([StopAtLengths([width + length for length in batch_lengths])]),
         )
         completions += [row[width : width + length].tolist() for row, length in zip(output, batch_lengths, strict=True)]
     return completions

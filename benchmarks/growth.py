@@ -308,7 +308,9 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
                         point_result["attention_s"] = round(attention_alone(point, which, clock), 4)
                         print(f"    of which attention {point_result['attention_s']} s", flush=True)
                     points.append(point_result)
-                case = {"axis": name, "pass": which, "says": axis.description, "points": points} | fitted(axis, points)
+                case = {"axis": name, "pass": which, "description": axis.description, "points": points} | fitted(
+                    axis, points
+                )
                 results.add(case)
                 powers_found = ", ".join(f"{key} ∝ n^{power}" for key, power in case["exponents"].items())
                 print(f"  {powers_found}; superlinear: {', '.join(case['superlinear']) or 'nothing'}", flush=True)

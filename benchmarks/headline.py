@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import headline_table
-from headline_table import Found
+from headline_table import CaseResult
 
 GRACE = 5.0  # seconds before the limit in which no turn runs
 WARM_UP = 180.0  # seconds until all have started and are warm, at most
@@ -68,7 +68,7 @@ class Worker:
     device: str
     process: Any = None
     connection: Connection | None = None
-    why_ended: str = ""
+    end_reason: str = ""
 
     def start(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -84,9 +84,9 @@ class Worker:
         except OSError:
             self.end("its process ended")
 
-    def answers(self, deadline: float) -> Iterator[tuple[str, Found]]:
-        """Yields what it sends until it has finished, was too slow, or ended, which `why_ended` then says."""
-        for _, answer in answers_of([self], deadline):
+    def results(self, deadline: float) -> Iterator[tuple[str, CaseResult]]:
+        """Yields what it sends until it has finished, was too slow, or ended, which `end_reason` then says."""
+        for _, answer in worker_results([self], deadline):
             yield answer
 
     def end(self, reason: str = "") -> None:
@@ -94,10 +94,10 @@ class Worker:
             self.connection.close()
             self.process.kill()
             self.process.join()
-        self.connection, self.why_ended = None, reason
+        self.connection, self.end_reason = None, reason
 
 
-def answers_of(workers: Sequence[Worker], deadline: float) -> Iterator[tuple[Worker, tuple[str, Found]]]:
+def worker_results(workers: Sequence[Worker], deadline: float) -> Iterator[tuple[Worker, tuple[str, CaseResult]]]:
     """Yields what these send, as it comes, until all have finished, were too slow, or ended."""
     busy = {worker.connection: worker for worker in workers if worker.connection is not None}
     while busy:
@@ -139,10 +139,10 @@ class Run:
         began, estimate = time.monotonic(), self.seconds[worker.name]
         limit = min(self.deadline, began + SLOW * max(estimate, 20.0))
         worker.request(scale)
-        for case, result in worker.answers(limit):
+        for case, result in worker.results(limit):
             self.add(worker.name, case, number, result)
-        if worker.why_ended:
-            self.add(worker.name, "all", number, {"failed": worker.why_ended})
+        if worker.end_reason:
+            self.add(worker.name, "all", number, {"failed": worker.end_reason})
         took = time.monotonic() - began
         self.seconds[worker.name] = took if number == 1 else min(took, estimate)  # the first may still compile
         self.results.turns.append([worker.name, number, round(took, 1)])
@@ -200,7 +200,7 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
         measure(run, groups, arguments.rounds, device, arguments.smoke)
     finally:
         for worker in run.processes:
-            worker.end(worker.why_ended)
+            worker.end(worker.end_reason)
         results.seconds = round(time.monotonic() - began, 1)
         results.write()
     print("\n".join(headline_table.report(headline_table.read(results.to_json()))))
@@ -231,20 +231,20 @@ def measure(run: Run, groups: Sequence[Any], rounds: int, device: str, tiny: boo
         worker.start()
         if worker in lasting_workers and not tiny:
             worker.request(headline_cases.Scale(device, layers=1))
-    for _ in answers_of(run.processes, run.deadline):
+    for _ in worker_results(run.processes, run.deadline):
         pass
     print(f"started {len(run.processes)} processes in {time.monotonic() - began:.0f} s", flush=True)
     if not tiny:
-        for worker, (case, result) in answers_of(lasting_workers, min(run.deadline, began + WARM_UP)):
+        for worker, (case, result) in worker_results(lasting_workers, min(run.deadline, began + WARM_UP)):
             run.add(worker.name, case, 0, result | {"warm_after": round(time.monotonic() - began, 1)})
     for worker in run.processes:
-        if worker.why_ended:
-            run.add(worker.name, "all", 0, {"failed": worker.why_ended})
+        if worker.end_reason:
+            run.add(worker.name, "all", 0, {"failed": worker.end_reason})
     print(f"warm in {time.monotonic() - began:.0f} s, {run.deadline - time.monotonic():.0f} s are left", flush=True)
     for number in range(1, rounds + 1):
         for place, group in enumerate(groups):
             worker = run.workers[group.name][number - 1]
-            if worker.why_ended:
+            if worker.end_reason:
                 continue
             before = [run.seconds[other.name] for other in groups[:place]]
             if time.monotonic() + run.seconds[group.name] + reserved(before, number, rounds) > run.deadline:

@@ -93,8 +93,10 @@ def train(shape: str, *cases: str, repeats: int = 2, **options: Any) -> Cases:
             lengths = scale.mix(compiles=not train_step.CASES[name].padded)
             sample = Sample.of(lengths, config.vocab_size)
             budget = max(64 if scale.tiny else 16384, *lengths)
-            work = train_step.Work(config, sample, scale.device, budget, 2 if scale.tiny else train_step.ROWS, options)
-            yield name, train_step.measured(name, work, clock)
+            inputs = train_step.CaseInputs(
+                config, sample, scale.device, budget, 2 if scale.tiny else train_step.ROWS, options
+            )
+            yield name, train_step.measured(name, inputs, clock)
 
     return Cases(run, lambda: cases)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from report import heading, placed, row
 
-Found = dict[str, Any]
+CaseResult = dict[str, Any]
 Key = tuple[str, str]
 """A group and one of its cases, as `headline_cases.py` names them."""
 NONE = "–"
@@ -28,7 +28,7 @@ class Measured:
     """The cases of a run, by group and name, and what else it says about itself."""
 
     about: dict[str, Any]
-    cases: dict[Key, list[Found]]
+    cases: dict[Key, list[CaseResult]]
     """The figures of each round, in order."""
 
     def values(self, key: Key, figure: str) -> list[float]:
@@ -38,14 +38,14 @@ class Measured:
         values = self.values(key, figure)
         return statistics.median(values) if values else None
 
-    def why_not(self, key: Key) -> str:
+    def failure_reason(self, key: Key) -> str:
         """Returns why there is no figure."""
         failed = [result["failed"] for name in (key, (key[0], "all")) for result in self.cases.get(name, [])]
         return str(failed[-1]) if failed else "not measured"
 
 
 def read(results: dict[str, Any]) -> Measured:
-    cases: dict[Key, list[Found]] = {}
+    cases: dict[Key, list[CaseResult]] = {}
     for case in results["cases"]:
         if case["round"]:  # 0 is the warm-up, with models of one layer
             cases.setdefault((case["group"], case["case"]), []).append(case)
@@ -103,15 +103,15 @@ class Line:
     def cells(self, measured: Measured) -> list[str]:
         value = measured.median(self.key, self.figure)
         if value is None:
-            return [self.description, measured.why_not(self.key), *[NONE] * 4]
+            return [self.description, measured.failure_reason(self.key), *[NONE] * 4]
         return [
             self.description,
-            "**" + self.show(value) + "**" + self.beside(measured),
+            "**" + self.show(value) + "**" + self.mfu_and_memory(measured),
             spread(measured.values(self.key, self.figure), self.show, measured.about.get("rounds", 0)),
-            *self.compared(measured, value),
+            *self.comparison(measured, value),
         ]
 
-    def beside(self, measured: Measured) -> str:
+    def mfu_and_memory(self, measured: Measured) -> str:
         """Returns MFU and memory where there are any."""
         mfu, gib = (measured.median(self.key, name) for name in ("mfu", "peak_gib"))
         rows = measured.cases[self.key][0].get("rows")
@@ -120,21 +120,21 @@ class Line:
         notes += [f"{rows} rows at a time"] if rows is not None else []
         return "".join(f", {part}" for part in notes)
 
-    def compared(self, measured: Measured, value: float) -> list[str]:
+    def comparison(self, measured: Measured, value: float) -> list[str]:
         """Returns the peer or floor, the ratio, and whether it is as wanted."""
         ratio: float | None = None
-        ratio_says, against = NONE, self.peer_description or NONE
+        ratio_text, against = NONE, self.peer_description or NONE
         if self.share:
             ratio = measured.median(self.key, self.share)
-            ratio_says = NONE if ratio is None else f"{ratio:.0%}"
+            ratio_text = NONE if ratio is None else f"{ratio:.0%}"
         elif self.peer is not None:
             other = measured.median(self.peer, self.peer_figure or self.figure)
-            against += f", {self.show(other)}" if other is not None else f": {measured.why_not(self.peer)}"
+            against += f", {self.show(other)}" if other is not None else f": {measured.failure_reason(self.peer)}"
             ratio = value / other if other else None
-            ratio_says = NONE if ratio is None else f"{ratio:.2f}×"
+            ratio_text = NONE if ratio is None else f"{ratio:.2f}×"
         judged = measured.median(self.key, self.target.figure) if self.target and self.target.figure else ratio
         verdict = NONE if self.target is None or judged is None else self.target.verdict(judged)
-        return [against, ratio_says, verdict]
+        return [against, ratio_text, verdict]
 
 
 LIGER = "transformers + Liger, packed, flex attention, SFT"
@@ -266,7 +266,7 @@ def head_lines(measured: Measured) -> list[str]:
         cells = [shape.replace("x", " × "), method]
         milliseconds, extra = measured.median(key, "total_ms"), measured.median(key, "extra_gib")
         if milliseconds is None:
-            lines.append(row(*cells, measured.why_not(key), *[NONE] * 5))
+            lines.append(row(*cells, measured.failure_reason(key), *[NONE] * 5))
             continue
         cells.append(f"{milliseconds:.1f} ms")
         for figure in ("total_ratio", "once_ratio"):
@@ -306,7 +306,7 @@ def step_rows(measured: Measured) -> list[str]:
     def cell(key: Key) -> str:
         speed, mfu, gib = (measured.median(key, name) for name in ("tokens_per_second", "mfu", "peak_gib"))
         if speed is None:
-            return measured.why_not(key)
+            return measured.failure_reason(key)
         return f"{speed:,.0f} tokens/s, MFU {mfu or 0:.0%}" + ("" if gib is None else f", {gib:.0f} GiB")
 
     lines = heading("shape", "Postlude, packed, fp32 weights and moments", "strongest peer, all in bf16", "ratio")
@@ -337,7 +337,7 @@ def head_rows(measured: Measured) -> list[str]:
             key = ("head", f"{shape} {method}")
             ratio, extra = measured.median(key, "total_ratio"), measured.median(key, "extra_gib")
             cells.append(
-                measured.why_not(key)
+                measured.failure_reason(key)
                 if ratio is None
                 else f"{ratio:.2f}" + ("" if extra is None else f", {extra:.1f} GiB")
             )
@@ -366,7 +366,7 @@ def drawn(measured: Measured, text: str) -> str:
     return text
 
 
-def result_line(result: Found) -> str:
+def result_line(result: CaseResult) -> str:
     """Returns the figures of a case in one line of a terminal."""
     if "failed" in result:
         return str(result["failed"])

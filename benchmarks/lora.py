@@ -40,7 +40,7 @@ PADDED_ROWS = 8
 
 
 @dataclass(frozen=True)
-class Work:
+class CaseInputs:
     """The arguments of every case."""
 
     config: PretrainedConfig
@@ -60,40 +60,40 @@ class Case:
     """One line of the table. `make` returns the step to time, and the estimate of its memory if there is one."""
 
     description: str
-    make: Callable[[Work], tuple[Callable[[], Any], int | None]]
+    make: Callable[[CaseInputs], tuple[Callable[[], Any], int | None]]
 
 
-def postlude_case(*, lora: bool, **options: Any) -> Callable[[Work], tuple[Callable[[], Any], int | None]]:
-    def make(work: Work) -> tuple[Callable[[], Any], int | None]:
-        chosen = LoRA(rank=work.rank) if lora else None
+def postlude_case(*, lora: bool, **options: Any) -> Callable[[CaseInputs], tuple[Callable[[], Any], int | None]]:
+    def make(inputs: CaseInputs) -> tuple[Callable[[], Any], int | None]:
+        chosen = LoRA(rank=inputs.rank) if lora else None
         optimizer = AdamW(lr=1e-5, moments="fp32" if lora else "8bit")
         engine = Engine(
-            work.config, device=work.device, budget=work.budget, optimizer=optimizer, lora=chosen, **options
+            inputs.config, device=inputs.device, budget=inputs.budget, optimizer=optimizer, lora=chosen, **options
         )
-        batch = Batch(work.sample.sequences, {"response_mask": [1.0] * len(work.sample.sequences)})
+        batch = Batch(inputs.sample.sequences, {"response_mask": [1.0] * len(inputs.sample.sequences)})
 
         def step() -> None:
             engine.forward_backward(batch, SFT())
             engine.optimizer_step()
 
-        return step, planned_bytes(work, chosen, optimizer, **options)
+        return step, planned_bytes(inputs, chosen, optimizer, **options)
 
     return make
 
 
-def planned_bytes(work: Work, lora: LoRA | None, optimizer: AdamW, **options: Any) -> int:
+def planned_bytes(inputs: CaseInputs, lora: LoRA | None, optimizer: AdamW, **options: Any) -> int:
     """Returns the planner's estimate for one rank whose largest microbatch is that of the sample."""
-    family, config = read_model(work.config)
+    family, config = read_model(inputs.config)
     adapters = {} if lora is None else adapter_configs(lora, config, family)
-    weights, bins = options.get("weights", "fp32"), plan_bins(work.sample.lengths, work.budget)
+    weights, bins = options.get("weights", "fp32"), plan_bins(inputs.sample.lengths, inputs.budget)
     (estimate,) = estimate_memory(
         config,
         Layout(),
-        budget=max(sum(work.sample.lengths[member] for member in members) for members in bins),
-        compute_bytes=work.dtype.itemsize,
+        budget=max(sum(inputs.sample.lengths[member] for member in members) for members in bins),
+        compute_bytes=inputs.dtype.itemsize,
         moments=optimizer.fp32_per_parameter(weights),
         recompute=options.get("recompute", "none"),
-        device=work.device,
+        device=inputs.device,
         weights=weights,
         sizes=count_parameters(config, adapters=adapters),
     )
@@ -102,21 +102,21 @@ def planned_bytes(work: Work, lora: LoRA | None, optimizer: AdamW, **options: An
 
 def peft_case(
     attention: str, *, padded: bool = False, checkpointing: bool = False, bf16_adapters: bool = False
-) -> Callable[[Work], tuple[Callable[[], Any], int | None]]:
-    def make(work: Work) -> tuple[Callable[[], Any], int | None]:
+) -> Callable[[CaseInputs], tuple[Callable[[], Any], int | None]]:
+    def make(inputs: CaseInputs) -> tuple[Callable[[], Any], int | None]:
         import peft
 
         if attention == "flash_attention_2":
             import flash_attn  # noqa: F401
-        base = peers.build_model(work.config, work.device, work.dtype, attention)
-        chosen = peft.LoraConfig(r=work.rank, lora_alpha=work.rank, target_modules=MODULES, task_type="CAUSAL_LM")
+        base = peers.build_model(inputs.config, inputs.device, inputs.dtype, attention)
+        chosen = peft.LoraConfig(r=inputs.rank, lora_alpha=inputs.rank, target_modules=MODULES, task_type="CAUSAL_LM")
         model = peft.get_peft_model(base, chosen, autocast_adapter_dtype=not bf16_adapters)
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
-        sample, device = work.sample, work.device
+        sample, device = inputs.sample, inputs.device
         rows: Sequence[Any] = (
-            list(peers.padded(sample, PADDED_ROWS, device)) if padded else peers.packed(sample, work.budget, device)
+            list(peers.padded(sample, PADDED_ROWS, device)) if padded else peers.packed(sample, inputs.budget, device)
         )
         loss = peers.sft(sample) if padded else peers.packed_sft(sample)
         autocast = device == "cuda" and not bf16_adapters
@@ -155,20 +155,20 @@ CASES = {
 }
 
 
-def run(case: Case, work: Work, clock: Clock) -> dict[str, Any]:
+def run(case: Case, inputs: CaseInputs, clock: Clock) -> dict[str, Any]:
     """Makes it, times it, and lets go of it."""
     try:
-        step, planned = case.make(work)
+        step, planned = case.make(inputs)
         seconds = clock(step)
         return {
-            "tokens_per_second": round(sum(work.sample.lengths) / seconds),
-            "peak_gib": peak_gib(work.device),
+            "tokens_per_second": round(sum(inputs.sample.lengths) / seconds),
+            "peak_gib": peak_gib(inputs.device),
             "planned_gib": None if planned is None else round(planned / GIB, 2),
             "seconds": [round(duration, 4) for duration in clock.seconds],
         }
     finally:
         step = None
-        free_memory(work.device)
+        free_memory(inputs.device)
 
 
 def result_line(name: str, result: dict[str, Any]) -> str:
@@ -204,16 +204,16 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
     sample = Sample.of(MIXES[arguments.mix](), config.vocab_size)
     budget = max(arguments.budget, *sample.lengths)
     print(f"{arguments.shape}, {arguments.mix}: {len(sample.lengths)} sequences, {sum(sample.lengths):,} tokens")
-    work, clock = (
-        Work(config, sample, arguments.device, budget, arguments.rank),
+    inputs, clock = (
+        CaseInputs(config, sample, arguments.device, budget, arguments.rank),
         Clock(arguments.device, arguments.repeats),
     )
     with ranks(device=arguments.device):
         for name in arguments.cases:
             case = CASES[name]
             free_memory(arguments.device)
-            result = result_or_failure(lambda case=case: run(case, work, clock))
-            labels = {"case": name, "says": case.description, "shape": arguments.shape, "mix": arguments.mix}
+            result = result_or_failure(lambda case=case: run(case, inputs, clock))
+            labels = {"case": name, "description": case.description, "shape": arguments.shape, "mix": arguments.mix}
             results.add(labels | {"budget": budget, "rank": arguments.rank} | result)
             print(result_line(name, result), flush=True)
     return results.cases

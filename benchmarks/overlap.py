@@ -47,12 +47,12 @@ class Pause:
     seconds: float = 0.0
     amount: int = 0
     count: int = 0
-    watched: list[Watched] | None = None
+    watched: list[TimedExchange] | None = None
     wait: Callable[[int], None] = lambda amount: None
 
 
 @dataclass
-class Watched:
+class TimedExchange:
     """An exchange on a GPU: `begun` and `ended` on its stream, `stood` and `went_on` on that which waits for it."""
 
     name: str
@@ -62,7 +62,7 @@ class Watched:
     went_on: torch.cuda.Event
 
     @classmethod
-    def named(cls, name: str) -> Watched:
+    def named(cls, name: str) -> TimedExchange:
         return cls(name, *(torch.cuda.Event(enable_timing=True) for _ in range(4)))
 
     @property
@@ -80,18 +80,18 @@ PAUSE = Pause()
 
 
 @dataclass(frozen=True)
-class SlowWay:
-    """A way between ranks, or to nowhere, that takes its time."""
+class SlowExchange:
+    """An exchange between ranks, or with this rank alone, with a delay."""
 
-    way: Any
+    exchange: Any
     stream: torch.cuda.Stream | None
 
     @property
-    def reverse(self) -> SlowWay:
-        return SlowWay(self.way.reverse if self.way is not None else None, self.stream)
+    def reverse(self) -> SlowExchange:
+        return SlowExchange(self.exchange.reverse if self.exchange is not None else None, self.stream)
 
     def __call__(self, rows: Tensor, *arguments: Any) -> Tensor:
-        moved: Tensor = _Slowly.apply(rows, self)
+        moved: Tensor = _DelayedExchange.apply(rows, self)
         return moved
 
     def start(self, rows: Tensor, *arguments: Any) -> Callable[[], Tensor]:
@@ -99,7 +99,7 @@ class SlowWay:
         if self.stream is not None:
             kind, name = arguments[:2] if len(arguments) > 1 else ("exchange", "")
             return self._on_gpu(rows, self.stream, f"{kind} {name.rpartition(' ')[2]}")
-        arrive = self.way.start(rows)
+        arrive = self.exchange.start(rows)
         ready = time.perf_counter() + PAUSE.seconds
 
         def wait() -> Tensor:
@@ -110,7 +110,7 @@ class SlowWay:
         return wait
 
     def _on_gpu(self, rows: Tensor, stream: torch.cuda.Stream, name: str) -> Callable[[], Tensor]:
-        watched = Watched.named(name)
+        watched = TimedExchange.named(name)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             watched.begun.record()
@@ -129,15 +129,15 @@ class SlowWay:
         return wait
 
 
-class _Slowly(torch.autograd.Function):
+class _DelayedExchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, way: SlowWay) -> Tensor:
-        ctx.way = way
-        return way.start(rows)()
+    def forward(ctx: Any, rows: Tensor, exchange: SlowExchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.start(rows)()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.way.reverse.start(gradients[0])(), None
+        return ctx.exchange.reverse.start(gradients[0])(), None
 
 
 class SlowMoE(MoE):
@@ -162,8 +162,8 @@ class SlowMoE(MoE):
         stream = STREAMS[0] if STREAMS else None
         return {
             **values,
-            "to_experts": SlowWay(values["to_experts"], stream),
-            "to_tokens": SlowWay(values["to_tokens"], stream),
+            "to_experts": SlowExchange(values["to_experts"], stream),
+            "to_tokens": SlowExchange(values["to_tokens"], stream),
         }
 
 

@@ -108,8 +108,8 @@ H200 = tuple(
 )
 
 
-class Living(TorchDispatchMode):
-    """The most bytes that tensors hold at one time, for a CPU, whose allocator does not count."""
+class LiveBytes(TorchDispatchMode):
+    """Tracks the peak bytes of live tensors on a CPU, whose allocator does not count."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -117,9 +117,9 @@ class Living(TorchDispatchMode):
         self.peak = 0
         states = [state for parameter_state in engine.optimizer.state.values() for state in parameter_state.values()]
         for tensor in (*engine.parameters.values(), *states):
-            self._meet(tensor)
+            self._track(tensor)
 
-    def _meet(self, tensor: Any) -> None:
+    def _track(self, tensor: Any) -> None:
         if isinstance(tensor, Tensor) and tensor.device.type != "meta":
             storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
             key = storage._cdata
@@ -129,14 +129,14 @@ class Living(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            self._meet(leaf)
+            self._track(leaf)
         # FSDP frees what it gathered by shrinking it, so sizes are read anew.
         living = sum(storage.nbytes() for leaf in list(self.storages.values()) if (storage := leaf()) is not None)
         self.peak = max(self.peak, living)
         return result
 
 
-class Bench:
+class CaseRunner:
     """One case on its running ranks."""
 
     def __init__(self, case: Case) -> None:
@@ -151,7 +151,7 @@ class Bench:
         self.batch = Batch(
             [torch.randint(case.model.vocab_size, (case.tokens,), generator=generator) for _ in range(count)]
         )
-        self.dealt = self.shard_batch()
+        self.local_batch = self.shard_batch()
         self.times: dict[tuple[str, int, bool], list[float]] = defaultdict(list)
         self.rest: dict[str, list[float]] = defaultdict(list)
 
@@ -178,15 +178,15 @@ class Bench:
         dist.barrier()
         self.rest["step"].append(self.clock() - began)
 
-    def alone(self) -> None:
-        """Each of this rank's stages forward and backward, first and last of a step and in between; and the rest."""
+    def time_stages(self) -> None:
+        """Times forward and backward of this rank's stages for first, last and other microbatches; and the rest."""
         engine = self.engine
-        scale = LossNormalizer(self.dealt.microbatches, self.dealt.counts, cp_size=engine.mesh.cp.size)
+        scale = LossNormalizer(self.local_batch.microbatches, self.local_batch.counts, cp_size=engine.mesh.cp.size)
         tally = MetricAccumulator(scale, MetricIndex())
         for index, stage in engine.stages.items():
             stage.train()
             engine.local_stages.sharding[index].begin_pass(train=True)
-            microbatch = self.dealt.microbatches[0]
+            microbatch = self.local_batch.microbatches[0]
             for turn, last in enumerate((False, False, True)):
                 shape = (len(microbatch) // self.layout.tp, engine.config.hidden_size)
                 entered = None
@@ -261,7 +261,7 @@ class Bench:
             torch.cuda.reset_peak_memory_stats()
             self.step()
             return torch.cuda.max_memory_allocated()
-        with Living(self.engine) as living:
+        with LiveBytes(self.engine) as living:
             self.step()
         return max(self.gathered(living.peak))
 
@@ -275,15 +275,15 @@ class Bench:
 def check(case: Case, rounds: int) -> dict[str, Any]:
     """Measures one case and predicts it. Every rank runs this; the first one's result counts."""
     torch.set_num_threads(1)
-    bench = Bench(case)
+    bench = CaseRunner(case)
     layout = bench.layout
     for _ in range(2):
         bench.step()
-    bench.alone()
+    bench.time_stages()
     bench.times.clear(), bench.rest.clear()
     for _ in range(rounds):
         bench.step()
-        bench.alone()
+        bench.time_stages()
     in_flight = bench.in_flight()
     peak = bench.peak()
     medians = {key: statistics.median(times) for key, times in bench.times.items()}
@@ -300,7 +300,7 @@ def check(case: Case, rounds: int) -> dict[str, Any]:
         at_end = action.microbatch == (0 if action.kind == "F" else case.microbatches - 1)
         return ActionCost(times[action.kind, action.stage, at_end])
 
-    foretold = simulate_step(
+    forecast = simulate_step(
         layout, cost, microbatches=case.microbatches, overlap=case.overlap,
         transfer_seconds=others["transfer"], after=others["optimizer"] + others["deal"],
     )  # fmt: skip
@@ -308,19 +308,19 @@ def check(case: Case, rounds: int) -> dict[str, Any]:
         bench.engine.config, layout, budget=case.tokens, compute_bytes=bench.engine.compute_dtype.itemsize, moments=2,
         recompute=case.recompute, device=case.device, microbatches=case.microbatches, overlap=case.overlap,
     )  # fmt: skip
-    foretold_peak = max(rank_medians.total for rank_medians in memory)
+    forecast_peak = max(rank_medians.total for rank_medians in memory)
     return {
         "case": case.name,
         "layout": case.layout,
         "step_s": others["step"],
-        "foretold_s": foretold.seconds,
-        "time_ratio": foretold.seconds / others["step"],
+        "forecast_s": forecast.seconds,
+        "time_ratio": forecast.seconds / others["step"],
         "in_flight": in_flight,
-        "foretold_in_flight": list(foretold.timeline.peak_in_flight),
+        "forecast_in_flight": list(forecast.timeline.peak_in_flight),
         "peak_bytes": peak,
-        "foretold_peak_bytes": foretold_peak,
-        "memory_ratio": foretold_peak / peak,
-        "bubble": foretold.bubble,
+        "forecast_peak_bytes": forecast_peak,
+        "memory_ratio": forecast_peak / peak,
+        "bubble": forecast.bubble,
         "parts": [asdict(rank_medians) for rank_medians in memory],
     }
 
@@ -340,10 +340,10 @@ def main() -> None:
             check, case, options.rounds, nproc=Layout.parse(case.layout).world_size, device=case.device
         )
         results.append(result)
-        exact = "exact" if result["in_flight"] == result["foretold_in_flight"] else "WRONG"
+        exact = "exact" if result["in_flight"] == result["forecast_in_flight"] else "WRONG"
         print(
-            f"{case.name:34} step {result['step_s']:.3f} s, foretold {result['time_ratio']:.2f} of it; in flight "
-            f"{result['in_flight']} {exact}; peak {result['peak_bytes'] / MIB:,.0f} MiB, foretold "
+            f"{case.name:34} step {result['step_s']:.3f} s, forecast {result['time_ratio']:.2f} of it; in flight "
+            f"{result['in_flight']} {exact}; peak {result['peak_bytes'] / MIB:,.0f} MiB, forecast "
             f"{result['memory_ratio']:.2f} of it",
             flush=True,
         )

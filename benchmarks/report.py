@@ -49,9 +49,14 @@ def heading(*cells: str) -> list[str]:
     return [row(*cells), "|" + "---|" * len(cells)]
 
 
+def describe(case: Case) -> str:
+    """Returns the description of a case, which earlier versions stored as "says"."""
+    return str(case["description"] if "description" in case else case["says"])
+
+
 def case_label(case: Case) -> str:
     """Returns the name of a case, with the options that are not the defaults."""
-    description: str = case["says"]
+    description = describe(case)
     if description.startswith("Postlude, packed"):
         description += f", budget {case['budget']:,}"
         description += "".join(
@@ -87,12 +92,14 @@ def rl_iteration(cases: Sequence[Case]) -> list[str]:
     lines = heading("shape", "case", "rollout s", "log-probs s", "update s", "in all s", "Postlude is")
     for case in cases:
         if "failed" in case:
-            lines.append(row(case["shape"], case["says"], case["failed"], "", "", "", ""))
+            lines.append(row(case["shape"], describe(case), case["failed"], "", "", "", ""))
             continue
         postlude_case = next(other for other in cases if (other["shape"], other["case"]) == (case["shape"], "postlude"))
         ratio = "" if case is postlude_case else f"{case['in_all'] / postlude_case['in_all']:.1f}× as fast"
         lines.append(
-            row(case["shape"], case["says"], *(f"{s:.2f}" for s in (*case["seconds"].values(), case["in_all"])), ratio)
+            row(
+                case["shape"], describe(case), *(f"{s:.2f}" for s in (*case["seconds"].values(), case["in_all"])), ratio
+            )
         )
     return lines
 
@@ -114,7 +121,7 @@ def growth(cases: Sequence[Case]) -> list[str]:
 def weight_sync(cases: Sequence[Case]) -> list[str]:
     lines = heading("shape", "GiB", "way", "seconds", "the first time", "GiB a second", "GiB beside")
     for case in cases:
-        labels = case["shape"], f"{case['gib']:.1f}", case["says"]
+        labels = case["shape"], f"{case['gib']:.1f}", describe(case)
         if "failed" in case:
             lines.append(row(*labels, case["failed"], "", "", ""))
             continue

@@ -60,8 +60,8 @@ class Tasks:
         return Tasks(self.prompts, [min(length, longest) for length in self.lengths], self.advantages)
 
 
-class Side(Protocol):
-    """Someone who can run an iteration. Each phase starts from what the one before left."""
+class Framework(Protocol):
+    """Runs the phases of an iteration. Each phase starts from the state that the previous one left."""
 
     def rollout(self, tasks: Tasks) -> None: ...
 
@@ -99,8 +99,8 @@ class Postlude:
         self.engine.optimizer_step()
 
 
-class AtLengths(StoppingCriteria):
-    """Each row ends at its own length."""
+class StopAtLengths(StoppingCriteria):
+    """Stops each row at its own length."""
 
     def __init__(self, stops: Tensor) -> None:
         self.stops = stops
@@ -132,7 +132,7 @@ class Transformers:
             top_k=0,
             max_new_tokens=max(tasks.lengths),
             pad_token_id=0,
-            stopping_criteria=StoppingCriteriaList([AtLengths(width + lengths)]),
+            stopping_criteria=StoppingCriteriaList([StopAtLengths(width + lengths)]),
             **({"cache_implementation": "static"} if self.static else {}),
         )
         self.model.train()
@@ -199,7 +199,7 @@ CASES: dict[str, tuple[type[Any], str]] = {
 
 def measured(kind: type[Any], config: PretrainedConfig, tasks: Tasks, clock: Clock, arguments: Any) -> dict[str, Any]:
     """Seconds of each phase, the median of `repeats` iterations after one to warm up, and their peaks of memory."""
-    side: Side = kind(config, clock.device, arguments.budget, arguments.rows)
+    side: Framework = kind(config, clock.device, arguments.budget, arguments.rows)
     for phase in PHASES:  # what is compiled or allocated once is no part of an iteration
         getattr(side, phase)(tasks.shortened(4) if kind is Transformers else tasks)
     seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
@@ -258,7 +258,7 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
             free_memory(arguments.device)
             result = result_or_failure(lambda kind=kind: measured(kind, config, tasks, clock, arguments))
             sizes = {"completions": count, "completion_tokens": tokens, "prompt_tokens": prompts}
-            results.add({"case": name, "says": description, "shape": arguments.shape, **sizes} | result)
+            results.add({"case": name, "description": description, "shape": arguments.shape, **sizes} | result)
             phases = "  ".join(
                 f"{phase} {phase_seconds:.3f} s" for phase, phase_seconds in result.get("seconds", {}).items()
             )

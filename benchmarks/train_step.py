@@ -48,7 +48,7 @@ OWN_SCRIPT = "transformers, padded rows, full logits (own script)"
 
 
 @dataclass(frozen=True)
-class Work:
+class CaseInputs:
     """The arguments of every case."""
 
     config: PretrainedConfig
@@ -67,7 +67,7 @@ class Case:
     """One line of the table. `make` returns the step to time; a `passes` of 1 is forward alone."""
 
     description: str
-    make: Callable[[Work], Callable[[], Any]]
+    make: Callable[[CaseInputs], Callable[[], Any]]
     passes: int = 3
     padded: bool = False
     """Whether it runs rows at a time, of which fewer take less memory."""
@@ -104,9 +104,9 @@ def padded_batch(sample: Sample, rows: int, *, to_longest: bool = False) -> tupl
     return Batch(sequences, columns, groups), max_tokens
 
 
-def engine(work: Work, budget: int) -> Engine:
-    optimizer = AdamW(lr=1e-6, moments=work.moments, offload=work.offload)
-    return Engine(work.config, device=work.device, budget=budget, optimizer=optimizer, **work.options)
+def engine(inputs: CaseInputs, budget: int) -> Engine:
+    optimizer = AdamW(lr=1e-6, moments=inputs.moments, offload=inputs.offload)
+    return Engine(inputs.config, device=inputs.device, budget=budget, optimizer=optimizer, **inputs.options)
 
 
 def update(trained: Engine, rows: Batch, objective: Objective) -> Callable[[], None]:
@@ -117,56 +117,56 @@ def update(trained: Engine, rows: Batch, objective: Objective) -> Callable[[], N
     return step
 
 
-def postlude(objective: Objective, **options: Any) -> Callable[[Work], Callable[[], Any]]:
-    def make(work: Work) -> Callable[[], Any]:
-        changed_work = replace(work, options=work.options | options)
-        return update(engine(changed_work, work.budget), batch(work.sample), objective)
+def postlude(objective: Objective, **options: Any) -> Callable[[CaseInputs], Callable[[], Any]]:
+    def make(inputs: CaseInputs) -> Callable[[], Any]:
+        changed_inputs = replace(inputs, options=inputs.options | options)
+        return update(engine(changed_inputs, inputs.budget), batch(inputs.sample), objective)
 
     return make
 
 
-def postlude_padded(*, to_longest: bool) -> Callable[[Work], Callable[[], Any]]:
-    def make(work: Work) -> Callable[[], Any]:
-        rows, max_tokens = padded_batch(work.sample, work.rows, to_longest=to_longest)
-        return update(engine(work, max_tokens), rows, PolicyGradient())
+def postlude_padded(*, to_longest: bool) -> Callable[[CaseInputs], Callable[[], Any]]:
+    def make(inputs: CaseInputs) -> Callable[[], Any]:
+        rows, max_tokens = padded_batch(inputs.sample, inputs.rows, to_longest=to_longest)
+        return update(engine(inputs, max_tokens), rows, PolicyGradient())
 
     return make
 
 
-def postlude_logprobs(**options: Any) -> Callable[[Work], Callable[[], Any]]:
-    def make(work: Work) -> Callable[[], Any]:
-        scored = engine(replace(work, options=work.options | options), work.budget)
-        return lambda: scored.logprobs(batch(work.sample), entropy=True)
+def postlude_logprobs(**options: Any) -> Callable[[CaseInputs], Callable[[], Any]]:
+    def make(inputs: CaseInputs) -> Callable[[], Any]:
+        scored = engine(replace(inputs, options=inputs.options | options), inputs.budget)
+        return lambda: scored.logprobs(batch(inputs.sample), entropy=True)
 
     return make
 
 
-def transformers_update(loss: Any, *, autocast: bool = False, liger: bool = False) -> Callable[[Work], Any]:
-    def make(work: Work) -> Callable[[], Any]:
+def transformers_update(loss: Any, *, autocast: bool = False, liger: bool = False) -> Callable[[CaseInputs], Any]:
+    def make(inputs: CaseInputs) -> Callable[[], Any]:
         if liger:
-            peers.liger(work.config)
-        dtype = torch.float32 if autocast or work.device == "cpu" else torch.bfloat16
-        model = peers.build_model(work.config, work.device, dtype)
-        rows = list(peers.padded(work.sample, work.rows, work.device))
-        return peers.Update(model, rows, loss(work.sample), autocast=autocast and work.device == "cuda")
+            peers.liger(inputs.config)
+        dtype = torch.float32 if autocast or inputs.device == "cpu" else torch.bfloat16
+        model = peers.build_model(inputs.config, inputs.device, dtype)
+        rows = list(peers.padded(inputs.sample, inputs.rows, inputs.device))
+        return peers.Update(model, rows, loss(inputs.sample), autocast=autocast and inputs.device == "cuda")
 
     return make
 
 
-def transformers_logprobs(work: Work) -> Callable[[], Any]:
-    model = peers.build_model(work.config, work.device, torch.float32 if work.device == "cpu" else torch.bfloat16)
-    rows = list(peers.padded(work.sample, work.rows, work.device))
+def transformers_logprobs(inputs: CaseInputs) -> Callable[[], Any]:
+    model = peers.build_model(inputs.config, inputs.device, torch.float32 if inputs.device == "cpu" else torch.bfloat16)
+    rows = list(peers.padded(inputs.sample, inputs.rows, inputs.device))
     return lambda: peers.logprobs_alone(model, rows)
 
 
-def packed_flex(*, liger: bool) -> Callable[[Work], Callable[[], Any]]:
-    def make(work: Work) -> Callable[[], Any]:
+def packed_flex(*, liger: bool) -> Callable[[CaseInputs], Callable[[], Any]]:
+    def make(inputs: CaseInputs) -> Callable[[], Any]:
         if liger:
-            peers.liger(work.config)
-        dtype = torch.float32 if work.device == "cpu" else torch.bfloat16
-        model = peers.build_model(work.config, work.device, dtype, "flex_attention")
-        rows = peers.packed(work.sample, max(8192, *work.sample.lengths), work.device)
-        return peers.Update(model, rows, peers.packed_sft(work.sample), autocast=False)
+            peers.liger(inputs.config)
+        dtype = torch.float32 if inputs.device == "cpu" else torch.bfloat16
+        model = peers.build_model(inputs.config, inputs.device, dtype, "flex_attention")
+        rows = peers.packed(inputs.sample, max(8192, *inputs.sample.lengths), inputs.device)
+        return peers.Update(model, rows, peers.packed_sft(inputs.sample), autocast=False)
 
     return make
 
@@ -215,44 +215,44 @@ CASES = {
 }
 
 
-def run(case: Case, work: Work, clock: Clock, profiled: bool) -> dict[str, Any]:
+def run(case: Case, inputs: CaseInputs, clock: Clock, profiled: bool) -> dict[str, Any]:
     """Make it, time it, and let go of it."""
-    lengths = work.sample.lengths
+    lengths = inputs.sample.lengths
     try:
-        step = case.make(work)
+        step = case.make(inputs)
         seconds = clock(step)
         result = {
             "tokens_per_second": round(sum(lengths) / seconds),
-            "mfu": round(case.passes * forward_flops(work.config, lengths) / seconds / PEAK_FLOPS, 4),
-            "peak_gib": peak_gib(work.device),
+            "mfu": round(case.passes * forward_flops(inputs.config, lengths) / seconds / PEAK_FLOPS, 4),
+            "peak_gib": peak_gib(inputs.device),
             "seconds": [round(duration, 4) for duration in clock.seconds],
         }
-        return result | (profile(step, work.device) if profiled else {})
+        return result | (profile(step, inputs.device) if profiled else {})
     finally:
         step = None
-        free_memory(work.device)
+        free_memory(inputs.device)
 
 
-def with_fewer_rows(case: Case, work: Work, clock: Clock, profiled: bool) -> dict[str, Any]:
+def with_fewer_rows(case: Case, inputs: CaseInputs, clock: Clock, profiled: bool) -> dict[str, Any]:
     """As `run`; where rows at a time take too much memory, with half as many, until it fits."""
-    rows = work.rows
+    rows = inputs.rows
     while True:
-        tried = replace(work, rows=rows)
+        tried = replace(inputs, rows=rows)
         result = result_or_failure(lambda tried=tried: run(case, tried, clock, profiled))
         result["rows"] = rows
         if result.get("failed") != OUT_OF_MEMORY or rows == 1:
-            return result if rows == work.rows else {**result, "out_of_memory_at_rows": work.rows}
-        free_memory(work.device)
+            return result if rows == inputs.rows else {**result, "out_of_memory_at_rows": inputs.rows}
+        free_memory(inputs.device)
         rows //= 2
 
 
-def measured(name: str, work: Work, clock: Clock, profiled: bool = False) -> dict[str, Any]:
+def measured(name: str, inputs: CaseInputs, clock: Clock, profiled: bool = False) -> dict[str, Any]:
     """Returns what a case takes in this process, or why it did not run."""
     case = CASES[name]
-    free_memory(work.device)
+    free_memory(inputs.device)
     if case.padded:
-        return with_fewer_rows(case, work, clock, profiled)
-    return result_or_failure(lambda: run(case, work, clock, profiled))
+        return with_fewer_rows(case, inputs, clock, profiled)
+    return result_or_failure(lambda: run(case, inputs, clock, profiled))
 
 
 def in_a_process(name: str, shape: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -328,13 +328,13 @@ def compare(shape: str, arguments: argparse.Namespace, results: Results) -> None
     stepped = {"moments": arguments.moments, "offload": arguments.offload}
     budget = max(arguments.budget, *sample.lengths)
     adapted = {} if arguments.lora is None else {"lora": LoRA(rank=arguments.lora)}
-    work = Work(config, sample, arguments.device, budget, arguments.rows, chosen | adapted, **stepped)
+    inputs = CaseInputs(config, sample, arguments.device, budget, arguments.rows, chosen | adapted, **stepped)
     clock = Clock(arguments.device, arguments.repeats)
     for name in arguments.cases:
         case = CASES[name]
         apart = case.alone and not arguments.inside
-        result = in_a_process(name, shape, arguments) if apart else measured(name, work, clock, arguments.profile)
-        labels = {"case": name, "says": case.description, "shape": shape, "mix": arguments.mix}
+        result = in_a_process(name, shape, arguments) if apart else measured(name, inputs, clock, arguments.profile)
+        labels = {"case": name, "description": case.description, "shape": shape, "mix": arguments.mix}
         results.add(labels | {"budget": budget, "lora": arguments.lora, **chosen, **stepped} | result)
         if not apart:
             print(result_line(name, result), flush=True)

@@ -111,7 +111,7 @@ def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
                     if name not in arguments.transfers:
                         continue
                     result = result_or_failure(lambda step=step, moved=moved: measured(step, moved, clock))
-                    labels = {"case": name, "says": description, "shape": shape, "weights": arguments.weights}
+                    labels = {"case": name, "description": description, "shape": shape, "weights": arguments.weights}
                     results.add({**labels, "gib": round(moved / GIB, 3), **result})
                     print(f"  {name:<12} {result}", flush=True)
             del engine, step

@@ -33,8 +33,8 @@ TOKENS = 16
 WAYS: dict[str, Overlap] = {"1F1B": False, "zero bubble": ZERO_BUBBLE}
 
 
-class Sleepy(MLP):
-    """Sleeps before it works, and where its weights would get their gradients."""
+class SleepingMLP(MLP):
+    """Sleeps in the forward, and where its weight gradients would be computed."""
 
     seconds = 0.0
 
@@ -63,10 +63,10 @@ class _Sleep(torch.autograd.Function):
 
 def steps(pp: int, microbatches: int, seconds: float, repeats: int) -> dict[str, list[float]]:
     """Seconds of each step, by the order. Runs on ranks."""
-    Sleepy.seconds = seconds
+    SleepingMLP.seconds = seconds
     blocks = {"-": MLPConfig(intermediate_size=16)}
     config = ModelConfig(pattern=Pattern.parse(f"[-]{{{pp}}}"), blocks=blocks, hidden_size=16, vocab_size=32)
-    options: dict[str, Any] = {"layout": Layout(pp=pp), "budget": TOKENS, "blocks": {**BLOCKS, "-": Sleepy}}
+    options: dict[str, Any] = {"layout": Layout(pp=pp), "budget": TOKENS, "blocks": {**BLOCKS, "-": SleepingMLP}}
     engines = {name: Engine(config, overlap=overlap, device="cpu", **options) for name, overlap in WAYS.items()}
     batch = Batch([torch.arange(TOKENS)] * microbatches)
     seconds_by_name: dict[str, list[float]] = {name: [] for name in WAYS}
@@ -81,8 +81,8 @@ def steps(pp: int, microbatches: int, seconds: float, repeats: int) -> dict[str,
     return seconds_by_name
 
 
-def foretold(pp: int, microbatches: int, seconds: float) -> dict[str, float]:
-    """The same on the planner's clock."""
+def forecast_steps(pp: int, microbatches: int, seconds: float) -> dict[str, float]:
+    """Returns the same times from the planner."""
     apart = {"F": ActionCost(seconds), "B": ActionCost(seconds), "W": ActionCost(seconds)}
     costs = {"1F1B": apart | {"B": ActionCost(2 * seconds)}, "zero bubble": apart}
     return {
@@ -103,13 +103,13 @@ def main() -> None:
     options = parser.parse_args()
     shape = options.pp, options.microbatches, options.seconds
     measured = launch(steps, *shape, options.repeats, nproc=options.pp, device="cpu")[0]
-    forecast = foretold(*shape)
+    forecast = forecast_steps(*shape)
     result = {
         "pp": options.pp,
         "microbatches": options.microbatches,
         "seconds": options.seconds,
         "steps": {
-            name: {"measured": statistics.median(times), "foretold": forecast[name], "all": times}
+            name: {"measured": statistics.median(times), "forecast": forecast[name], "all": times}
             for name, times in measured.items()
         },
         "torch": torch.__version__,

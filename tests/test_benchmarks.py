@@ -204,8 +204,8 @@ def test_headline_process_that_times_out_or_dies_is_recorded(load: Any) -> None:
         child_connection.send(("case", {"seconds": 1.0}))
         if closed:
             child_connection.close()
-        assert list(worker.answers(time.monotonic() + 0.1)) == [("case", {"seconds": 1.0})]
-        assert (worker.why_ended, worker.process.ended) == (reason, 1)
+        assert list(worker.results(time.monotonic() + 0.1)) == [("case", {"seconds": 1.0})]
+        assert (worker.end_reason, worker.process.ended) == (reason, 1)
 
 
 def test_a_headline_turn_leaves_time_for_more_important_groups(load: Any) -> None:
