@@ -271,7 +271,7 @@ class Maker:
         """All tokens, or the likeliest by top-k and top-p, which PyTorch finds by sorting."""
         size = self.sizes
         logits = self.random(size.rows, size.vocabulary) * 3
-        state = DecodeRows(size.rows, 1, 8, torch.device(self.device))
+        state = DecodeRows(size.rows, 8, torch.device(self.device))
         state.numbers[LENGTH], state.numbers[COUNT], state.numbers[LIMIT] = 100, 1, 2**40
         state.numbers[TOP_K], state.settings[TEMPERATURE], state.settings[TOP_P] = 50, 0.7, 0.9
 

@@ -14,9 +14,13 @@ triton = pytest.importorskip("triton")
 VERSIONS = [tuple(int(part) for part in module.__version__.split(".")[:2]) for module in (triton, numpy)]
 
 
-def run_checks(name: str, **environment: str) -> None:
-    """Runs every test of a file in this directory, or at another path, with kernels compiled as usual."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).parent / name)]
+def run_checks(name: str, selected: str = "", **environment: str) -> None:
+    """Runs the tests of a file in this directory, or at another path, with kernels compiled as usual.
+
+    `selected` is pytest's -k: all tests by default.
+    """
+    path = str(Path(__file__).parent / name)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", selected, path]
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
