@@ -1,6 +1,7 @@
 """activation(gate) · up and its gradients, one kernel each, which reads and writes every number once.
 
-Not measured alone: part of the updates in benchmarks/results/train_step_h200.json.
+1.7 times as fast as PyTorch's operations and as fast as torch.compile: 0.79 ms against 1.32 and 0.76, forward and
+backward, for 16,384 tokens of 12,288 features in bf16 on an H200 (benchmarks/results/small_kernels_h200.json).
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"

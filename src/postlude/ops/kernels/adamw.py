@@ -1,6 +1,7 @@
 """The AdamW step as one kernel, which reads and writes every number once.
 
-Not measured alone: part of every update in benchmarks/results/train_step_h200.json, 8b-whole with 8-bit moments.
+With 8-bit moments a step of 50 million numbers takes 0.45 ms on an H200. PyTorch's operations take 22 ms; its fused
+AdamW, which has no 8-bit moments, 0.41 ms with fp32 ones (benchmarks/results/small_kernels_h200.json).
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"

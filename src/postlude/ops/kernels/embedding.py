@@ -1,6 +1,7 @@
 """The gradient of an embedding, added to the rows of its fp32 sum that occur. Torch's is as large as the vocabulary.
 
-Not measured alone: part of the updates in benchmarks/results/headline_h200.json.
+4 times as fast as PyTorch's gradient and its sum: 0.84 ms against 3.7 for 16,384 tokens of 4096 features and 151,936
+entries on an H200 (benchmarks/results/small_kernels_h200.json).
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"

@@ -1,6 +1,8 @@
 """Copies of tokens in rows sorted by expert, and their sums, one kernel each, limited by memory bandwidth.
 
-Not measured alone: part of the 30b-a3b update in benchmarks/results/headline_h200.json.
+9 times as fast as index_select and index_add, 7 times with torch.compile: 0.74 ms against 7.0 and 5.3, forward and
+backward, for 16,384 tokens of 2048 features and 8 experts a token on an H200
+(benchmarks/results/small_kernels_h200.json).
 
 A program takes a token, so that a token is read or written once however many experts it has.
 """

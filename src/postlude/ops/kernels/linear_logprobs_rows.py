@@ -1,7 +1,9 @@
 """The head's epilogues as kernels of one program a row; cuBLAS multiplies.
 
-Not measured alone in benchmarks/results: they serve top-k, fp32, and GPUs other than Hopper. A third kernel selects the
-tokens to project in every case, where a dozen small launches would keep the device idle.
+They serve top-k, fp32, and GPUs other than Hopper. In fp32 a head with entropy is 1.3 times as fast as with PyTorch's
+operations: 26 ms against 34, forward and backward, for 2048 tokens, 2048 features and 37,984 entries on an H200
+(benchmarks/results/small_kernels_h200.json). A third kernel selects the tokens to project in every case, where a dozen
+small launches would keep the device idle.
 
 Both epilogues read a slab of products once at full bandwidth; softcap, bias, scale and temperature cost nothing extra.
 """

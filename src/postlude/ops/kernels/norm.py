@@ -1,6 +1,8 @@
 """RMSNorm and its gradients: each kernel reads and writes every number once.
 
-Not measured alone: part of the updates in benchmarks/results/train_step_h200.json.
+Forward and backward with a residual take 0.20 ms for 16,384 tokens of 4096 features in bf16 on an H200: 4.0 TB/s of the
+4.8 that its memory has. PyTorch's rms_norm takes 0.53 ms, with copies of the residual
+(benchmarks/results/small_kernels_h200.json).
 
 A weight's gradient is a sum over all rows. Each program of the backward sums its rows, and a second kernel sums the
 programs' results, so the order of summation is fixed.

@@ -1,6 +1,7 @@
 """Head norms and rotary embedding of queries and keys, and their gradients, one kernel each.
 
-Not measured alone: part of the updates in benchmarks/results/train_step_h200.json.
+13 times as fast as PyTorch's operations, 3 times with torch.compile: 0.28 ms against 3.8 and 0.83, forward and backward
+with norms, for 16,384 tokens of 32 and 8 heads of 128 on an H200 (benchmarks/results/small_kernels_h200.json).
 
 A program takes some heads of some tokens, all of queries or all of keys. A head is three tiles: the first and the
 second features of its pairs, and the features that are not rotated. Parameters `X_TOKEN` and `X_HEAD` are strides of x.

@@ -1,6 +1,7 @@
 """Samples the next token of every row: one kernel computes the weight of each block of tokens, one samples.
 
-Not measured alone: part of the CUDA graph of a decode step in benchmarks/results/generate_h200.json.
+11 times as fast as PyTorch's operations: 35 µs against 406 for 128 rows of 151,936 logits, in a CUDA graph on an H200
+(benchmarks/results/small_kernels_h200.json).
 
 It computes the same function of a row's key and count, with the same noise, as the reference in `generate/sampler.py`.
 """
