@@ -1,7 +1,7 @@
 """Measures how long an engine's weights take to reach the sampler, by each method of Postlude.
 
     PYTHONPATH=src python benchmarks/weight_sync.py --shape 0.6b 8b --json benchmarks/results/weight_sync_h200.json
-    PYTHONPATH=src python benchmarks/weight_sync.py --shape 8b-whole --weights rounded --directory /dev/shm --ways disk
+    PYTHONPATH=src python benchmarks/weight_sync.py --shape 8b-whole --weights rounded --directory /dev/shm --transfers disk
     PYTHONPATH=src python benchmarks/weight_sync.py --smoke          # tiny, on any machine
 
 "stream" takes `Engine.stream_weights()` bucket by bucket and frees each; every method begins with it. "native"
@@ -32,7 +32,7 @@ from postlude.generate.distributed import SyncedGenerator
 from postlude.hf.reload import reload_weights
 from postlude.safetensors_file import STAGING_BYTES
 
-WAYS = ("stream", "native", "bytes", "disk", "read", "renew")
+TRANSFERS = ("stream", "native", "bytes", "disk", "read", "renew")
 Transfer = tuple[str, str, Callable[[], Any]]
 """A name, what it is, and what is timed."""
 
@@ -85,11 +85,13 @@ def options(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", nargs="+", choices=list(SHAPES), default=["0.6b"])
     parser.add_argument("--weights", choices=["fp32", "split", "rounded"], default="fp32", help="how they are stored")
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="where safetensors go")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="those that read need disk before them")
+    parser.add_argument(
+        "--transfers", nargs="+", choices=TRANSFERS, default=TRANSFERS, help="those that read need disk before them"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="the median counts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--smoke", action="store_true", help="tiny, on any machine")
-    parser.add_argument("--json", type=Path, help="written after each way")
+    parser.add_argument("--json", type=Path, help="written after each transfer")
     arguments = parser.parse_args(words)
     if arguments.smoke:
         arguments.shape, arguments.repeats = ["smoke", "smoke-moe"], 1

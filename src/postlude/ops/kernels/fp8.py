@@ -1,7 +1,7 @@
 """Matrices rounded to e4m3, with a scale for each row, or for each column of a matrix that is also transposed.
 
 14 times as fast as PyTorch's operations: 0.15 ms against 2.0 for the rows and the columns of [16384, 4096] on an H200
-(benchmarks/results/small_kernels_h200.json). An update of the 8B shape takes 1.28 s in FP8 and 1.50 in bf16 there, these
+(benchmarks/results/small_kernels_h200.json). An update of the 8B shape takes 1.28 s in FP8 and 1.50 in bf16, these
 kernels included (benchmarks/results/train_step_fp8_h200.json); they take 3.5 % of the GPU's time (docs/fp8.md).
 
 The rows of a matrix are read once, its columns twice: a multiprocessor cannot hold a column of a weight.
