@@ -1,7 +1,7 @@
 """Measures how long an engine's weights take to reach the sampler, by each method of Postlude.
 
     PYTHONPATH=src python benchmarks/weight_sync.py --shape 0.6b 8b --json benchmarks/results/weight_sync_h200.json
-    PYTHONPATH=src python benchmarks/weight_sync.py --shape 8b-whole --weights rounded --directory /dev/shm --transfers disk
+    PYTHONPATH=src python benchmarks/weight_sync.py --shape 8b-whole --weights rounded --transfers disk --directory DIR
     PYTHONPATH=src python benchmarks/weight_sync.py --smoke          # tiny, on any machine
 
 "stream" takes `Engine.stream_weights()` bucket by bucket and frees each; every method begins with it. "native"
