@@ -34,7 +34,7 @@ class Batch:
     "routing", [length, routers, top_k], is not shifted: entry i has the experts of token i as an input.
 
     `groups` has one entry per sequence of the global batch. Sequences of the same group stay in one microbatch, such as
-    chosen and rejected of a preference pair.
+    chosen and rejected of a preference pair. GRPO's groups are not given here: microbatches may divide them.
     """
 
     sequences: Sequence[Sequence[int] | Tensor]

@@ -109,8 +109,8 @@ class Microbatch:
     """`n` sequences packed end to end over `T` tokens. Targets and columns are shifted to the predicting position.
 
     A microbatch may be empty (T = n = 0), so that all ranks have the same number of microbatches.
-    Under context parallelism `shard_context` gives each rank its chunks of every sequence, and the end of a sequence
-    may then be padding, whose token and columns are zero.
+    Under context parallelism `shard_context` gives each rank its chunks of every sequence. Under context or tensor
+    parallelism the end of a sequence may be padding, whose token and columns are zero.
     """
 
     tokens: Tensor

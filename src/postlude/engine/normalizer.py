@@ -255,7 +255,7 @@ class MetricAccumulator:
     def reduce(self, reports_results: bool) -> dict[str, float]:
         """Returns one number per metric, the same on every rank, and sets `layer_totals`.
 
-        Metrics of outputs are taken only from ranks with `reports_results`. If one rank has a `loss_error`, every
+        The objective's metrics are taken only from ranks with `reports_results`. If one rank has a `loss_error`, every
         rank gets it, and {} is returned. All numbers go through one sum and one maximum, with one
         synchronisation. Names are exchanged only when a rank has a metric that not all know.
         """

@@ -1,6 +1,6 @@
 """EagerScheduler: steps that the host launches one by one, on a CPU and where CUDA graphs are not possible.
 
-One forward holds the next token of each running completion, the draft after it if there is one, and the whole
+One forward holds the newest token of each running completion, the draft after it if there is one, and the whole
 sequences of completions that join. The host reads all tokens before the next step.
 """
 

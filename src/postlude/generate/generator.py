@@ -44,8 +44,8 @@ CapacityOf = Callable[[Sequence[CompletionState], int, int], DecodeCapacity]
 class Generator:
     """Samples from `model` with its current weights, so that log-probs of sampling and training agree to rounding.
 
-    `max_batch_tokens` is the size of the KV cache: running completions times the tokens of the longest, prompt
-    included. `max_sequences` limits the running completions, `max_prefill_tokens` the prompt tokens that are prefilled
+    `max_batch_tokens` is the size of the KV cache in tokens; without CUDA graphs each running completion takes as many
+    as the longest. `max_sequences` limits the running completions, `max_prefill_tokens` the prompt tokens prefilled
     in one step (a longer prompt is prefilled alone). `eos_tokens` end a completion. They default to the tokenizer's;
     `hf.read_model.end_tokens` returns all that a model's files name.
 

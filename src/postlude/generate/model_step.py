@@ -20,7 +20,7 @@ from postlude.model import LanguageModel
 class ModelStep:
     """Samples the next tokens of rows and prefills whole sequences, in one forward of the model.
 
-    With `draft`, the first multi-token-prediction depth proposes a second token of each row. With `record_routing`,
+    With `draft`, the first multi-token-prediction depth proposes the next token of each row. With `record_routing`,
     the experts of every token are recorded. With `lockstep`, other ranks take part in every forward, so a step runs the
     same forwards with and without rows and sequences.
     """

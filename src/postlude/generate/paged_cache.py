@@ -50,7 +50,7 @@ class PagedCache(DecodeCache):
         pages: Sequence[Sequence[int]] = (),
         padding: int = 0,
     ) -> None:
-        """See `DecodeCache`. A forward has either next tokens or whole sequences, without padding."""
+        """See `DecodeCache`. A forward has either the newest tokens of rows or whole sequences, without padding."""
         super().begin_forward(lengths, tokens_per_row, prefill, pages, padding)
         if prefill is not None:
             assert not len(lengths)

@@ -59,9 +59,9 @@ class FinishedCompletion:
 class Completion:
     """One completion, as it was sampled: its tokens are never decoded and encoded again.
 
-    The token that ended it is among `tokens`, and so are the tokens of a stop string. The exception is an engine
-    that gets text only, `GenerationClient(..., api="text")`: its `tokens` are encoded from the text, and both lists of
-    log-probs are empty, so that a trainer cannot use them by mistake.
+    The token that ended it is among `tokens`, and so are the tokens of a stop string, of llama.cpp all but the last.
+    The exception is an engine that gets text only, `GenerationClient(..., api="text")`: its `tokens` are encoded from
+    the text, and both lists of log-probs are empty, so that a trainer cannot use them by mistake.
     """
 
     tokens: list[int]
@@ -138,8 +138,8 @@ class AsyncRolloutEngine(Protocol):
 class BatchedPollEngine:
     """Gives an engine that has `generate`, such as the native generator, `submit` and `poll`.
 
-    The next `poll` generates all submitted requests as one batch. Completions depend on the seed of their request, not
-    on the rest of the batch.
+    The next `poll` generates all submitted requests, those of equal `n` and `first_index` as one batch. Completions
+    depend on the seed of their request, not on the rest of the batch.
     """
 
     batched_polls = True

@@ -34,8 +34,8 @@ class OutputHead:
 
     `weight` [vocab / tp, H], the embedding's if they are tied, holds the vocabulary entries from
     `logit_config.vocab_start` on. `logit_config` says how logits are computed and which ranks hold the other entries.
-    `value_head` is set if the model was built with one. With an `adapter` the weight is [vocab / tp, H + rank], with
-    B in its last columns, and `gather` appends scale · A · hidden to hidden, so that one product computes both.
+    `value_head` is set if the model was built with one. With an `adapter` of rank r the weight is [vocab / tp, H + r],
+    with B in its last columns, and `gather` appends scale · A · hidden to hidden, so that one product computes both.
     """
 
     weight: Tensor
@@ -47,7 +47,7 @@ class OutputHead:
     """The microbatch's targets [T] and how many of them are not -100."""
 
     def gather(self, hidden: Tensor) -> Tensor:
-        """Gathers hidden states for a projection to this rank's vocabulary: [T / tp, H] -> [T, H], or [T, H + rank]."""
+        """Gathers hidden states for a projection to this rank's vocabulary: [T / tp, H] -> [T, H], or [T, H + r]."""
         gathered = gather_from_sequence(hidden, self.tp.group)
         return gathered if self.adapter is None else self.adapter.extend_rows(gathered)
 

@@ -3,8 +3,8 @@
 Columns, each one number per token:
 
 - "advantages": the advantage of the token or of its completion.
-- "old_logprobs": its log-prob under the policy before this training step's first update. Not read with
-  ratio="on_policy".
+- "old_logprobs": its log-prob under the policy that the ratio is taken to: the trainer's before this training step's
+  first update, or the rollout engine's (the recipes' default). Not read with ratio="on_policy".
 - "rollout_logprobs": its log-prob as the rollout engine reported it. Used by `correction`; otherwise, if
   present, only the mismatch is logged.
 - "reference_logprobs": its log-prob under the reference policy. Read with `kl`.

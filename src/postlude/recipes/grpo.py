@@ -187,7 +187,7 @@ class GRPOTrainer(Trainer):
     def select_trajectories(self) -> tuple[list[Trajectory], list[Trajectory]]:
         """Returns the trajectories to train on, and all that were sampled.
 
-        Training excludes trajectories whose reward call failed, truncated ones if `overlong` masks them, and groups of
+        Training leaves out `excluded` trajectories, truncated ones if `overlong` masks them, and groups of
         which only one trajectory is left. Dynamic sampling also excludes groups whose rewards are all equal, and
         samples other groups in their place, at most `dynamic_sampling` times.
         """

@@ -89,7 +89,7 @@ class Trainer(ABC):
     total_steps: int
     """The run ends after this step."""
     evaluate_every: int = 0
-    """Steps between evaluations; 0 disables them. There is also one before the first step and one after the last."""
+    """Steps between evaluations; 0: none. Others are before the first step, after any warm start, and at the end."""
     warm_start_steps: int = 0
     """SFT steps before the recipe's own steps."""
     loss_column: str = MASK

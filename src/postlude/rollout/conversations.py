@@ -23,7 +23,7 @@ from postlude.rollout.tasks import Task
 COLLECT_SECONDS = 0.5  # how long to wait for replies of the environment, to submit the next requests together
 POLL_SECONDS = 0.02  # how long to wait for the environment before the engine is polled again
 ENGINE_POLL_SECONDS = 0.1  # how long to wait for the engine while the environment has nothing to do
-OVER_BUDGET = Score(0.0, {"over_budget": 1.0})  # the score of a trajectory that exceeds the token budget
+OVER_BUDGET = Score(0.0, {"over_budget": 1.0})  # added to the score of a trajectory that would exceed the token budget
 REWARD_FAILED = "failed"  # key in `Trajectory.components`: the reward call failed
 
 
@@ -61,7 +61,7 @@ class Trajectory:
 
     @property
     def excluded(self) -> bool:
-        """Whether it is left out of training, because the call for its reward failed."""
+        """Whether it is left out of training: the call for its reward failed, and no `failed_reward` is set."""
         return self.score is not None and self.score.excluded
 
     @property

@@ -70,7 +70,7 @@ class Block(nn.Module):
         """Whether decoding one token of each sequence launches the same kernels at every step.
 
         A step can then be captured as a CUDA graph: the block does not synchronise with the host, and calls
-        only `attend` and `recur` of `context.decode_state`.
+        only `attend`, `recur` and `record_routing` of `context.decode_state`.
         """
         return False
 

@@ -62,7 +62,7 @@ class ConnectionSettings(SharingSettings, ProbeSettings):
     timeout: Positive = 600.0
     """Seconds to wait for a completion before it is requested from another server."""
     retries: NonNegativeInt = 5
-    """Failures in a row after which a server is not used, until there are new weights or no other server is left."""
+    """Failures in a row that a server may have. After more it is not used, until new weights or no other is left."""
     backoff: NonNegative = 0.5
     """Seconds to wait after a server's failure; they double each time, up to 30."""
     outage_timeout: NonNegative = 600.0

@@ -220,7 +220,7 @@ def open_rollout_sampler(
 def trajectory_metrics(trajectories: Sequence[Trajectory]) -> StepMetrics:
     """Returns rewards, their components, lengths and the acceptance rate of speculative tokens.
 
-    Rewards and their components exclude trajectories whose reward call failed. Those are reported as a fraction of all.
+    Rewards and components leave out `excluded` trajectories. Failed reward calls are reported as a fraction of all.
     """
     scored = [trajectory for trajectory in trajectories if not trajectory.excluded]
     rewards = [trajectory.reward for trajectory in scored]

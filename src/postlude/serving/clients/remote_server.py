@@ -51,7 +51,7 @@ class Weights:
 class RemoteServer:
     """One server. Not thread-safe: use it in the event loop of its pool. Its `state` is
 
-    - "connecting": it has not replied yet;
+    - "connecting": it has not replied yet, or not since its last failure;
     - "up": it takes requests;
     - "needs_weights": it replies, but lacks the newest weights, which the trainer has to send;
     - "unavailable": it failed too often, and is tried again when there are new weights;

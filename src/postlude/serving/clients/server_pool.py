@@ -21,7 +21,7 @@ from postlude.serving.errors import (
 MAX_BACKOFF = 30.0  # seconds between two attempts to reach a server
 MIN_BACKOFF = 0.05
 MAX_RETRY_AFTER = 60.0  # seconds; a server that asks for a longer wait (Retry-After) is tried again after this
-BUSY_TIMEOUT = 60.0  # seconds of busy replies before a server becomes unavailable
+BUSY_TIMEOUT = 60.0  # seconds of busy replies before a server becomes unavailable; `outage_timeout` if that is longer
 REFUSALS_PER_SERVER = 2  # times that each server may refuse a request before the request fails
 RELOAD_GRACE = 10.0  # seconds that `close` waits for servers that read weights
 LOG = logging.getLogger("postlude")
@@ -59,7 +59,7 @@ class ServerPool:
 
     A request goes to the server with the fewest outstanding requests. A server that cannot be reached, does not reply
     in time or fails gets no requests for `backoff` seconds, which double each time; its requests go to others. After
-    `retries` failures in a row it is unavailable until there are new weights. One that gives an invalid response is
+    `retries` + 1 failures in a row it is unavailable until there are new weights. One that gives an invalid response is
     excluded. Before a server gets requests again it is connected again and given the newest weights. A busy one
     (status 429) gets fewer concurrent requests. One that refuses a request does not get it again if there is another.
     `RemoteServer` lists the states.
