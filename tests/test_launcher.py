@@ -35,6 +35,7 @@ def misbehave_on_one_rank(fault: str, failing_rank: int, directory: str) -> None
     pid_file = Path(directory, f"pid-{rank}")
     pid_file.write_text(str(os.getpid()))
     dist.barrier()
+    group = dist.new_group(timeout=timedelta(seconds=SHORT)) if fault == "sleep" else None
     if rank == failing_rank:
         if fault == "raise":
             raise ValueError("no such column")
@@ -46,9 +47,7 @@ def misbehave_on_one_rank(fault: str, failing_rank: int, directory: str) -> None
             time.sleep(3 * PATIENCE)  # who waits for it, waits in vain
         if fault == "return":
             return
-    options = dist.AllreduceOptions()
-    options.timeout = timedelta(seconds=SHORT if fault == "sleep" else PATIENCE)
-    dist.group.WORLD.allreduce([torch.ones(3)], options).wait()
+    dist.all_reduce(torch.ones(3), group=group)
 
 
 def alive(pid: int) -> bool:

@@ -101,9 +101,9 @@ def test_exploding_metrics_end_a_run(check: Callable[[Health], None], sentence: 
 
 @pytest.mark.parametrize("name", ["initial_weight_norm", "first_norm"], ids=["now", "earlier version"])
 def test_the_initial_weight_norm_of_a_checkpoint_is_read(name: str) -> None:
-    trainer: Any = SimpleNamespace(engine=SimpleNamespace(load=lambda path: {"step": 3, name: 2.5}))
+    trainer: Any = SimpleNamespace(engine=SimpleNamespace(load=lambda path: {"step": 3, name: 2.5}), health=health())
     Trainer.load_engine(trainer, Path("step-000003"))
-    assert (trainer.step, trainer.initial_weight_norm) == (3, 2.5)
+    assert (trainer.step, trainer.initial_weight_norm, trainer.health.skipped) == (3, 2.5, 0)
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
