@@ -55,7 +55,7 @@ def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def mismatch(directory: Path, model: Path, device: str, *overrides: str) -> list[dict[str, Any]]:
+def mismatch(directory: Path, model: Path | str, device: str, *overrides: str) -> list[dict[str, Any]]:
     """Returns the metrics of a run's steps."""
     config = config_of(directory, "--model", str(model), "--dtype", "bfloat16", *overrides)
     with started(device=device):
@@ -95,8 +95,9 @@ def test_rollout_kl_is_exactly_zero_with_sharded_weights(ranks: Ranks, tmp_path:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_bfloat16_differs_without_batch_invariant(tmp_path: Path, one_layer: Path, device: str) -> None:
-    steps = mismatch(tmp_path, one_layer, device, "--rollout.batch_invariant", "false")
+def test_bfloat16_differs_without_batch_invariant(tmp_path: Path, device: str) -> None:
+    """Uses all layers of the model: in one, few roundings differ on a CPU that multiplies in bfloat16."""
+    steps = mismatch(tmp_path, "tiny-dense", device, "--rollout.batch_invariant", "false")
     assert all(step["rollout_kl"] > 0.0 for step in steps)
 
 
