@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
+import io
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, redirect_stderr
+from typing import TextIO
 
 import torch
 from torch import Tensor
@@ -319,29 +320,27 @@ def _tensors(source: PlainSource, family: Family | None, config: ModelConfig) ->
     if importlib.util.find_spec("accelerate") is None:
         raise ImportError(GGUF_NEEDS)
     assert family is not None  # a GGUF file says which
-    with _progress_bars_only_on_a_terminal():
+    # transformers has no setting for one of its bars.
+    with nullcontext() if sys.stderr.isatty() else redirect_stderr(_WithoutProgressBars(sys.stderr)):
         module = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, config=hf_config(config))
     return ModuleSource(module, family, expected_tensors(config, family))
 
 
-@contextmanager
-def _progress_bars_only_on_a_terminal() -> Iterator[None]:
-    """Turns the progress bars of transformers off while stderr is no terminal, such as a log."""
-    if sys.stderr.isatty():
-        yield
-        return
-    from transformers import modeling_gguf_pytorch_utils as gguf_tensors
-    from transformers.utils import logging as hf_logging
+class _WithoutProgressBars(io.TextIOBase):
+    """Passes text on to a stream, except progress bars: text from a carriage return on, and the newline after it."""
 
-    bar, shown = gguf_tensors.tqdm, hf_logging.is_progress_bar_enabled()
-    gguf_tensors.tqdm = functools.partial(bar, disable=True)  # it does not obey `disable_progress_bar`
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        gguf_tensors.tqdm = bar
-        if shown:
-            hf_logging.enable_progress_bar()
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._in_bar = False
+
+    def write(self, text: str) -> int:
+        """Returns the number of characters, as of a stream that takes them all."""
+        self._in_bar = text.startswith("\r") or (self._in_bar and text == "\n")
+        return len(text) if self._in_bar else self._stream.write(text)
+
+    def flush(self) -> None:
+        """Flushes the stream."""
+        self._stream.flush()
 
 
 def weights_dtype(config: ModelConfig) -> torch.dtype:
