@@ -56,6 +56,11 @@ class DecodeCache(DecodeState, ABC):
         """
         self._lengths, self._tokens_per_row, self._prefill = lengths, tokens_per_row, prefill
         self._sequence_count = len(pages)
+        self._set_slots(pages, padding)
+
+    @abstractmethod
+    def _set_slots(self, pages: Sequence[Sequence[int]], padding: int) -> None:
+        """Sets where the stores take the tokens of the current forward. See `begin_forward`."""
 
     def record_routing(self, name: str, choice: Tensor) -> None:
         """See `DecodeState.record_routing`."""

@@ -42,24 +42,16 @@ class PagedCache(DecodeCache):
         # The page, and the offset in it, of each prefilled token.
         self._slots = torch.empty(0, device=device), torch.empty(0, device=device)
 
-    def begin_forward(
-        self,
-        lengths: Tensor,
-        tokens_per_row: int = 1,
-        prefill: Packing | None = None,
-        pages: Sequence[Sequence[int]] = (),
-        padding: int = 0,
-    ) -> None:
+    def _set_slots(self, pages: Sequence[Sequence[int]], padding: int) -> None:
         """See `DecodeCache`. A forward has either the newest tokens of rows or whole sequences, without padding."""
-        super().begin_forward(lengths, tokens_per_row, prefill, pages, padding)
-        if prefill is not None:
-            assert not len(lengths)
+        if self._prefill is not None:
+            assert not len(self._lengths)
             assert not padding
             page_ids = torch.tensor([page for sequence_pages in pages for page in sequence_pages], device=self.device)
             page_counts = [len(sequence_pages) for sequence_pages in pages]
             first = Packing.from_lengths(page_counts, self.device).cu_seqlens.long()
-            positions = prefill.positions()
-            page = page_ids[first[prefill.sequence_index()] + positions // PAGE_SIZE]
+            positions = self._prefill.positions()
+            page = page_ids[first[self._prefill.sequence_index()] + positions // PAGE_SIZE]
             self._slots = page, positions % PAGE_SIZE
 
     def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, score_config: ScoreConfig) -> Tensor:

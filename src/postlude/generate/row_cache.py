@@ -52,16 +52,9 @@ class RowCache(DecodeCache):
             self._states[name] = tuple(_with_rows(state, rows) for state in states)
         self.rows, self.capacity = rows, capacity
 
-    def begin_forward(
-        self,
-        lengths: Tensor,
-        tokens_per_row: int = 1,
-        prefill: Packing | None = None,
-        pages: Sequence[Sequence[int]] = (),
-        padding: int = 0,
-    ) -> None:
+    def _set_slots(self, pages: Sequence[Sequence[int]], padding: int) -> None:
         """See `DecodeCache`. No row is idle, and none has more tokens than `longest` and its drafts."""
-        super().begin_forward(lengths, tokens_per_row, prefill, pages, padding)
+        lengths, tokens_per_row, prefill = self._lengths, self._tokens_per_row, self._prefill
         longest = self.longest + tokens_per_row - 1
         self._attention = DecodeAttention(lengths, longest, tokens_per_row) if len(lengths) else None
         starts = torch.arange(len(lengths), device=self.device) * self.capacity + (lengths - tokens_per_row)
