@@ -10,7 +10,7 @@ from postlude.generate.decode_rows import COUNT, KEY, LENGTH, LIMIT, TOKEN, TOP_
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize("vocab", [264, 5000])
+@pytest.mark.parametrize("vocab", [264, 5000, 20000])  # 20,000 have enough blocks for a shortlist
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("filtered", [False, True])
 def test_kernels_sample_the_same_tokens_as_torch(vocab: int, dtype: torch.dtype, filtered: bool) -> None:
@@ -45,6 +45,19 @@ def test_kernels_sample_the_same_tokens_as_torch(vocab: int, dtype: torch.dtype,
     actual_results, expected_results = actual.results[0], expected.results[0]
     assert torch.equal(actual_results[:, 0], expected_results[:, 0])
     torch.testing.assert_close(actual_results[token_rows], expected_results[token_rows], rtol=0, atol=1e-5)
+
+
+def test_equal_logits_that_no_shortlist_has_room_for_are_all_kept() -> None:
+    states = []
+    logits = torch.zeros(2, 20000, device=DEVICE)
+    for backend in ("torch", "triton"):
+        state = DecodeRows(2, 8, torch.device(DEVICE))
+        state.numbers[LENGTH], state.numbers[LIMIT], state.settings[0] = 3, 9, 1.0
+        state.numbers[KEY], state.numbers[TOP_K], state.settings[1] = 7, torch.tensor([5, 20000]), 0.5
+        sample_next(logits, state.all, state, backend=backend)
+        states.append(state)
+    assert torch.equal(states[0].numbers, states[1].numbers)
+    torch.testing.assert_close(states[0].results, states[1].results, rtol=0, atol=1e-5)
 
 
 def test_nan_logits_are_reported_and_give_a_valid_token() -> None:

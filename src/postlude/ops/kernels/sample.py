@@ -41,7 +41,7 @@ def sample_next(
         return weights
 
     weights = weigh_blocks(None)
-    threshold = thresholds(logits, rows, weights, numbers, settings) if filtered else None
+    threshold = thresholds(logits, rows, weights, numbers, settings, BLOCK) if filtered else None
     kept_weights = weights if threshold is None else weigh_blocks(threshold)
     _sample_kernel[(count,)](
         *(logits, logits.stride(0), rows, weights, kept_weights, threshold, settings, numbers, numbers.stride(0)),

@@ -1,12 +1,12 @@
 """The lowest logit that can be sampled in each row, by top-k, top-p and min-p. The reference finds it by sorting.
 
-Slower than a sort where rows are few: sampling with top-k and top-p takes 4.6 ms for 128 rows of 151,936 logits on an
-H200, and 3.3 ms by PyTorch's sort (benchmarks/results/small_kernels_h200.json). It gives the reference's tokens, needs
-no memory for sorted rows, and a CUDA graph can hold it. One program reads its row seventeen times: the time is that of
-one row, up to as many rows as there are multiprocessors.
+MEASURED
 
 The threshold is the lowest number with fewer than k tokens, or less than p of the probability, above it. It is searched
-among all fp32 numbers in their order, four bits at a time: eight passes over the row and no sorting.
+among all fp32 numbers in their order, four bits at a time: eight passes over tokens and no sorting. The passes read a
+shortlist of the row's largest logits, which the maxima of its blocks give: all logits that are at least the n-th
+largest of these maxima, n of them at least. Where the shortlist has too little of the probability, or no room, they
+read the row.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
@@ -21,20 +21,28 @@ from torch import Tensor
 from postlude.ops.kernels.launch import Kernel
 
 TOKENS = 1024  # read at a time
+MIN_LISTED = 64  # blocks with tokens in the shortlist, at first
+SHORTLIST = 4096  # tokens, at most
 
 
-def thresholds(logits: Tensor, rows: Tensor, weights: Tensor, numbers: Tensor, settings: Tensor) -> Tensor:
+def thresholds(
+    logits: Tensor, rows: Tensor, weights: Tensor, numbers: Tensor, settings: Tensor, block_size: int
+) -> Tensor:
     """Returns the threshold of each row, [n] fp32, from logits [n, vocab]; -inf where all tokens can be sampled.
 
-    `weights` [n, blocks, 2] are those of `weigh_blocks` in `sample.py`. `numbers` and `settings` are those of
-    `generate.decode_rows.DecodeRows`; `rows` [n] are the rows of the logits.
+    `weights` [n, blocks, 2] are those of `weigh_blocks` in `sample.py`, for blocks of `block_size` tokens. `numbers`
+    and `settings` are those of `generate.decode_rows.DecodeRows`; `rows` [n] are the rows of the logits.
     """
     rows_count, vocab = logits.shape
     result = torch.empty(rows_count, dtype=torch.float32, device=logits.device)
     blocks = weights.shape[1]
+    listed_blocks = torch.empty(rows_count, blocks, dtype=torch.int32, device=logits.device)
+    shortlist = torch.empty(rows_count, SHORTLIST, dtype=torch.float32, device=logits.device)
     _threshold_kernel[(rows_count,)](
-        *(logits, logits.stride(0), rows, weights, numbers, numbers.stride(0), settings, settings.stride(0), result),
-        *(vocab, blocks), BLOCKS=triton.next_power_of_2(blocks), TOKENS=TOKENS, num_warps=8,
+        *(logits, logits.stride(0), rows, weights, numbers, numbers.stride(0), settings, settings.stride(0)),
+        *(listed_blocks, shortlist, result, vocab, blocks),
+        BLOCK=block_size, BLOCKS=triton.next_power_of_2(blocks), TOKENS=TOKENS, MIN_LISTED=MIN_LISTED,
+        SHORTLIST=SHORTLIST, num_warps=8,
     )  # fmt: skip
     return result
 
@@ -68,6 +76,47 @@ def _count_and_mass_above(logits, temperature, total, vocab, bounds, TOKENS: tl.
 
 
 @triton.jit
+def _nth_largest(ordered, n):
+    # Returns the n-th largest of these ordered ints [blocks].
+    base = tl.full((), -(1 << 31), tl.int64)
+    step = tl.full((), 1 << 28, tl.int64)
+    for _ in range(8):
+        bounds = base + (tl.arange(0, 16).to(tl.int64) + 1) * step - 1
+        above = tl.sum((ordered[None, :].to(tl.int64) > bounds[:, None]).to(tl.int32), 1)
+        base += tl.sum((above >= n).to(tl.int64), 0) * step
+        step = step >> 4
+    return base.to(tl.int32)
+
+
+@triton.jit
+def _write_shortlist(
+    logits, temperature, total, vocab, blocks, ordered_maxima, lowest, listed_blocks, shortlist,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TOKENS: tl.constexpr, SHORTLIST: tl.constexpr,
+):  # fmt: skip
+    # Writes the logits of at least `lowest`, an ordered int, to the shortlist as far as it has room. Returns their
+    # number and their probability in fp64.
+    block = tl.arange(0, BLOCKS)
+    is_listed = (ordered_maxima >= lowest) & (block < blocks)
+    tl.store(listed_blocks + tl.cumsum(is_listed.to(tl.int32), 0) - 1, block, mask=is_listed)
+    tl.debug_barrier()  # other threads read them
+    listed = tl.sum(is_listed.to(tl.int32), 0)
+    count, mass = tl.zeros((), tl.int32), tl.zeros((), tl.float64)
+    for first in range(0, listed, TOKENS // BLOCK):
+        lane = tl.arange(0, TOKENS)
+        entry = first + lane // BLOCK
+        token = tl.load(listed_blocks + entry, mask=entry < listed, other=BLOCKS) * BLOCK + lane % BLOCK
+        values = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+        values = tl.div_rn(values, tl.zeros_like(values) + temperature)
+        is_kept = (_to_ordered_int(values) >= lowest) & (token < vocab)
+        position = count + tl.cumsum(is_kept.to(tl.int32), 0) - 1
+        tl.store(shortlist + position, values, mask=is_kept & (position < SHORTLIST))
+        count += tl.sum(is_kept.to(tl.int32), 0)
+        mass += tl.sum(tl.where(is_kept, tl.exp(values - total).to(tl.float64), 0.0), 0)
+    tl.debug_barrier()
+    return count, mass
+
+
+@triton.jit
 def _search_threshold(logits, temperature, total, vocab, limit, by_count, TOKENS: tl.constexpr):
     # Returns the lowest number with less than `limit` above it, as an ordered int: tokens with `by_count`, else their
     # probability.
@@ -81,40 +130,66 @@ def _search_threshold(logits, temperature, total, vocab, limit, by_count, TOKENS
     return base.to(tl.int32)
 
 
+@triton.jit
+def _search_top_k(logits, temperature, total, vocab, top_k, TOKENS: tl.constexpr):
+    # Returns the k-th largest logit, and the probability of the k largest in fp64.
+    kth = _search_threshold(logits, temperature, total, vocab, top_k, True, TOKENS)
+    count, mass = _count_and_mass_above(logits, temperature, total, vocab, tl.zeros((16,), tl.int32) + kth, TOKENS)
+    kth_probability = tl.exp(_from_ordered_int(kth) - total).to(tl.float64)
+    return _from_ordered_int(kth), (tl.sum(mass, 0) + (16 * top_k - tl.sum(count, 0)) * kth_probability) / 16
+
+
 @Kernel
 @triton.jit
 def _threshold_kernel(
-    logits, logits_row, rows, weights, numbers, numbers_column, settings, settings_column, result, vocab, blocks,
-    BLOCKS: tl.constexpr, TOKENS: tl.constexpr,
+    logits, logits_row, rows, weights, numbers, numbers_column, settings, settings_column, listed_blocks, shortlist,
+    result, vocab, blocks,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TOKENS: tl.constexpr, MIN_LISTED: tl.constexpr, SHORTLIST: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + index)
     logits += index * logits_row
+    listed_blocks += index * blocks
+    shortlist += index * SHORTLIST
     temperature = tl.load(settings + row)
     temperature = tl.where(temperature > 0, temperature, 1.0)
     is_running = tl.load(numbers + numbers_column + row) > 0
     block = tl.arange(0, BLOCKS)
     at = weights + (index * blocks + block) * 2
     weight = tl.load(at, mask=block < blocks, other=float("-inf"))
-    highest = tl.max(tl.load(at + 1, mask=block < blocks, other=float("-inf")), 0)
+    maxima = tl.load(at + 1, mask=block < blocks, other=float("-inf"))
     highest_weight = tl.max(weight, 0)
     total = tl.log(tl.sum(tl.exp(weight - highest_weight), 0)) + highest_weight
 
-    threshold = highest + tl.load(settings + 2 * settings_column + row)
-    top_k = tl.load(numbers + 5 * numbers_column + row).to(tl.float64)
-    kept_mass = tl.full((), 1.0, tl.float64)
-    if is_running & (top_k < vocab):
-        kth = _search_threshold(logits, temperature, total, vocab, top_k, True, TOKENS)
-        count, mass = _count_and_mass_above(logits, temperature, total, vocab, tl.zeros((16,), tl.int32) + kth, TOKENS)
-        kth_probability = tl.exp(_from_ordered_int(kth) - total).to(tl.float64)
-        kept_mass = (tl.sum(mass, 0) + (16 * top_k - tl.sum(count, 0)) * kth_probability) / 16
-        threshold = tl.maximum(threshold, _from_ordered_int(kth))
+    threshold = tl.max(maxima, 0) + tl.load(settings + 2 * settings_column + row)
+    top_k = tl.load(numbers + 5 * numbers_column + row)
     top_p = tl.load(settings + settings_column + row)
-    if is_running & (top_p < 1.0):
-        threshold = tl.maximum(
-            threshold,
-            _from_ordered_int(
-                _search_threshold(logits, temperature, total, vocab, top_p.to(tl.float64) * kept_mass, False, TOKENS)
-            ),
+    has_top_k, has_top_p = is_running & (top_k < vocab), is_running & (top_p < 1.0)
+
+    ordered_maxima = _to_ordered_int(maxima)
+    count, is_enough = tl.zeros((), tl.int32), vocab < 0
+    listed = tl.maximum(tl.where(has_top_k, top_k, 0), MIN_LISTED)
+    while (has_top_k | has_top_p) & (listed <= blocks):
+        count, mass = _write_shortlist(
+            *(logits, temperature, total, vocab, blocks, ordered_maxima, _nth_largest(ordered_maxima, listed)),
+            *(listed_blocks, shortlist, BLOCK, BLOCKS, TOKENS, SHORTLIST),
         )
+        # A sum in another order may differ in its last bits.
+        is_enough = (count <= SHORTLIST) & (has_top_k | (mass > top_p.to(tl.float64) * (1 + 1e-9)))
+        listed = tl.where(is_enough | (count > SHORTLIST), blocks + 1, 4 * listed)
+
+    kept_mass = tl.full((), 1.0, tl.float64)
+    if has_top_k:
+        if is_enough:
+            kth, kept_mass = _search_top_k(shortlist, 1.0, total, count, top_k.to(tl.float64), TOKENS)
+        else:
+            kth, kept_mass = _search_top_k(logits, temperature, total, vocab, top_k.to(tl.float64), TOKENS)
+        threshold = tl.maximum(threshold, kth)
+    if has_top_p:
+        limit = top_p.to(tl.float64) * kept_mass
+        if is_enough:
+            lowest = _search_threshold(shortlist, 1.0, total, count, limit, False, TOKENS)
+        else:
+            lowest = _search_threshold(logits, temperature, total, vocab, limit, False, TOKENS)
+        threshold = tl.maximum(threshold, _from_ordered_int(lowest))
     tl.store(result + index, threshold)
