@@ -186,6 +186,15 @@ def answer_calls(rank: int, connection: Connection) -> None:
             connection.send((None, f"rank {rank}: {traceback.format_exc()}"))
 
 
+@pytest.fixture(autouse=True)
+def free_gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Returns a GPU test's cached memory, which torch would keep: other test processes share the GPU."""
+    yield
+    if request.node.get_closest_marker("gpu") and torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     pools = Ranks(tmp_path_factory.mktemp("ranks"))
