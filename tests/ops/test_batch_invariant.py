@@ -8,6 +8,8 @@ import torch
 from postlude.ops.attention import ScoreConfig, attend, reference_attention
 from postlude.ops.batch_invariant import batch_invariant, bind_batch_invariant, is_batch_invariant
 from postlude.ops.linear import linear
+from postlude.ops.linear_logprobs import linear_logprobs
+from postlude.ops.linear_logprobs.invariant import invariant_logits, logprobs_of_logits
 from postlude.ops.packing import Packing
 from tests.equality import assert_equal
 from tests.ops.kernel_checks import interpret_checks, run_checks
@@ -86,3 +88,19 @@ def test_bf16_attention_gradients_equal_those_without_the_mode(width: int) -> No
         output = attend(*half, packing, packing, scores)
     for actual, expected in zip(torch.autograd.grad(output, half, probe.bfloat16()), exact, strict=True):
         assert_equal(actual.float(), expected, tolerance=2e-2)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("vocab", [40, 264, 5003])  # loads of rows this long are wider if the rows are aligned
+def test_logprobs_of_logits_are_bit_identical_to_those_of_the_head(device: str, entropy: bool, vocab: int) -> None:
+    hidden, weight = (torch.randn(count, 64, device=device).bfloat16() for count in (50, vocab))
+    targets, temperature = torch.randint(vocab, (50,), device=device), 0.8
+    with batch_invariant(True), torch.no_grad():
+        expected = linear_logprobs(hidden, weight, targets, temperature=temperature, entropy=entropy).logprob
+        logits = invariant_logits(hidden, weight)
+        strided = torch.stack((logits, logits), 1)[:, 0]
+        for rows in (logits, logits.contiguous(), strided, logits[:7]):
+            count = len(rows)
+            actual = logprobs_of_logits(rows, targets[:count], torch.full((count,), temperature, device=device))
+            assert torch.equal(actual, expected[:count])

@@ -18,8 +18,8 @@ from postlude.ops.linear_logprobs.statistics import Slab, TokenRows, empty_state
 def invariant_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns hidden [n, H] @ weightᵀ + bias, fp32 [n, V], with the bits that they have in any batch. No gradient."""
     operand = operand_dtype(hidden.dtype, hidden.device)
-    room = hidden.new_empty(len(hidden), aligned(len(weight)), dtype=torch.promote_types(operand, torch.float32))
-    return invariant_product(hidden.to(operand), weight.to(operand), bias, out=room[:, : len(weight)])
+    out = _aligned_rows(hidden, len(hidden), len(weight), torch.promote_types(operand, torch.float32))
+    return invariant_product(hidden.to(operand), weight.to(operand), bias, out=out)
 
 
 def logit_products(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -38,6 +38,7 @@ def logprobs_of_logits(logits: Tensor, targets: Tensor, temperature: Tensor) -> 
     They equal those of `linear_logprobs` in the mode, if it has no logit scale and no softcap.
     """
     (count, columns), dtype = logits.shape, logits.dtype
+    logits = _with_aligned_rows(logits)
     epilogue = select_epilogue("auto", logits.device, dtype)
     selection = epilogue.select(
         targets,
@@ -63,3 +64,16 @@ def logprobs_of_logits(logits: Tensor, targets: Tensor, temperature: Tensor) -> 
         )
         epilogue.accumulate(slab, state[:, rows], entropy=False)
     return epilogue.results(state).logprob
+
+
+def _aligned_rows(like: Tensor, count: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Returns uninitialised rows [count, columns] with the stride of a slab of `linear_logprobs`."""
+    return like.new_empty(count, aligned(columns), dtype=dtype)[:, :columns]
+
+
+def _with_aligned_rows(logits: Tensor) -> Tensor:
+    # The order of a kernel's sum depends on the width of its loads, and that on the stride of the rows.
+    count, columns = logits.shape
+    if logits.stride() == (aligned(columns), 1):
+        return logits
+    return _aligned_rows(logits, count, columns, logits.dtype).copy_(logits)
