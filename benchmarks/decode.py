@@ -96,7 +96,10 @@ def postlude(config: Any, device: str, budget: int, max_rows: int, rank: int = 0
     def run(case: Workload) -> None:
         groups = generator.generate(
             case.prompts,
-            [SamplingParams(max_new_tokens=length, seed=place) for place, length in enumerate(case.lengths)],
+            [
+                SamplingParams(max_new_tokens=length, seed=place, **case.filters)
+                for place, length in enumerate(case.lengths)
+            ],
             n=case.group,
             adapter=adapter,
         )
@@ -150,7 +153,7 @@ def transformers(config: Any, device: str, budget: int, max_rows: int) -> Run:
             torch.tensor(prompts, device=device),
             attention_mask=torch.ones(len(prompts), width, dtype=torch.int64, device=device),
             do_sample=True,
-            top_k=0,
+            **{"top_k": 0, **case.filters},
             max_new_tokens=max(lengths),
             pad_token_id=0,
             cache_implementation="static",

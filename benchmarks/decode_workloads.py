@@ -8,7 +8,7 @@ prompts, products or sampling.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,12 +20,16 @@ BYTES = 2  # of a weight or a number of the cache
 
 @dataclass(frozen=True)
 class Workload:
-    """`group` completions of each prompt, of `lengths` tokens: one length for each prompt."""
+    """`group` completions of each prompt, of `lengths` tokens: one length for each prompt.
+
+    `filters` are the `top_k` and `top_p` of their sampling, if any.
+    """
 
     name: str
     prompts: list[list[int]]
     lengths: list[int]
     group: int = 1
+    filters: dict[str, Any] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -46,7 +50,7 @@ class Workload:
 
     def first_tokens(self) -> Workload:
         """Returns the same prompts with completions of one token."""
-        return Workload(self.name, self.prompts, [1] * len(self.prompts), self.group)
+        return replace(self, lengths=[1] * len(self.prompts))
 
     def roofline_seconds(self, config: Any) -> float:
         """Returns the least time of the steps after the first, if all completions run from the beginning."""
@@ -113,6 +117,11 @@ def workloads(
             yield Workload(
                 f"{context_rows} completions of prompts of {context}", mixed_prompts, [length] * context_rows
             )
+    if "filtered" in names:  # random weights make most tokens as likely as others: with top-p alone, the slowest case
+        for filters in ({"top_k": 20, "top_p": 0.95}, {"top_p": 0.95}):
+            text = ", ".join(f"{name.replace('_', '-')} {number}" for name, number in filters.items())
+            for count in completions:
+                yield Workload(f"{count} completions, {text}", prompts(count), [length] * count, filters=filters)
     if "mixed" in names:  # the load that Mini-SGLang publishes for this model
         requests, shortest, longest = mixed
         mixed_prompts = [prompts(1, tokens)[0] for tokens in uniform(requests, shortest, longest)]
@@ -120,4 +129,4 @@ def workloads(
         yield Workload(name, mixed_prompts, uniform(requests, shortest, longest))
 
 
-NAMES = ("even", "uneven", "grpo", "contexts", "mixed")
+NAMES = ("even", "uneven", "grpo", "contexts", "filtered", "mixed")

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from postlude.ops.kernels.launch import Kernel
 
-TOKENS = 1024  # read at a time
+TOKENS = 1024  # read at a time for the shortlist
+LANES, WARPS = 512, 8  # tokens read at a time in a pass: each lane has sixteen sums
 MIN_LISTED = 64  # blocks with tokens in the shortlist, at first
 SHORTLIST = 4096  # tokens, at most
 
@@ -41,8 +42,8 @@ def thresholds(
     _threshold_kernel[(rows_count,)](
         *(logits, logits.stride(0), rows, weights, numbers, numbers.stride(0), settings, settings.stride(0)),
         *(listed_blocks, shortlist, result, vocab, blocks),
-        BLOCK=block_size, BLOCKS=triton.next_power_of_2(blocks), TOKENS=TOKENS, MIN_LISTED=MIN_LISTED,
-        SHORTLIST=SHORTLIST, num_warps=8,
+        BLOCK=block_size, BLOCKS=triton.next_power_of_2(blocks), TOKENS=TOKENS, LANES=LANES, MIN_LISTED=MIN_LISTED,
+        SHORTLIST=SHORTLIST, num_warps=WARPS,
     )  # fmt: skip
     return result
 
@@ -61,18 +62,18 @@ def _from_ordered_int(ordered):
 
 
 @triton.jit
-def _count_and_mass_above(logits, temperature, total, vocab, bounds, TOKENS: tl.constexpr):
+def _count_and_mass_above(logits, temperature, total, vocab, bounds, LANES: tl.constexpr):
     # Returns the number of tokens above each of `bounds` [16] int32, and their probability: fp64 [16] each.
-    count, mass = tl.zeros((16,), tl.float64), tl.zeros((16,), tl.float64)
-    for first in range(0, vocab, TOKENS):
-        token = first + tl.arange(0, TOKENS)
+    count, mass = tl.zeros((16, LANES), tl.int32), tl.zeros((16, LANES), tl.float64)
+    for first in range(0, vocab, LANES):
+        token = first + tl.arange(0, LANES)
         values = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
         values = tl.div_rn(values, tl.zeros_like(values) + temperature)
         probability = tl.exp(values - total).to(tl.float64)
         is_above = (_to_ordered_int(values)[None, :] > bounds[:, None]) & (token < vocab)[None, :]
-        count += tl.sum(is_above.to(tl.int32), 1).to(tl.float64)
-        mass += tl.sum(tl.where(is_above, probability[None, :], 0.0), 1)
-    return count, mass
+        count += is_above.to(tl.int32)
+        mass += tl.where(is_above, probability[None, :], 0.0)
+    return tl.sum(count, 1).to(tl.float64), tl.sum(mass, 1)
 
 
 @triton.jit
@@ -117,24 +118,25 @@ def _write_shortlist(
 
 
 @triton.jit
-def _search_threshold(logits, temperature, total, vocab, limit, by_count, TOKENS: tl.constexpr):
-    # Returns the lowest number with less than `limit` above it, as an ordered int: tokens with `by_count`, else their
+def _search_threshold(logits, temperature, total, vocab, limit, BY_COUNT: tl.constexpr, LANES: tl.constexpr):
+    # Returns the lowest number with less than `limit` above it, as an ordered int: tokens with `BY_COUNT`, else their
     # probability.
     base = tl.full((), -(1 << 31), tl.int64)
     step = tl.full((), 1 << 28, tl.int64)
     for _ in range(8):
         bounds = base + (tl.arange(0, 16).to(tl.int64) + 1) * step - 1
-        count, mass = _count_and_mass_above(logits, temperature, total, vocab, bounds.to(tl.int32), TOKENS)
-        base += tl.sum((tl.where(by_count, count, mass) >= limit).to(tl.int64), 0) * step
+        count, mass = _count_and_mass_above(logits, temperature, total, vocab, bounds.to(tl.int32), LANES)
+        above = count if BY_COUNT else mass
+        base += tl.sum((above >= limit).to(tl.int64), 0) * step
         step = step >> 4
     return base.to(tl.int32)
 
 
 @triton.jit
-def _search_top_k(logits, temperature, total, vocab, top_k, TOKENS: tl.constexpr):
+def _search_top_k(logits, temperature, total, vocab, top_k, LANES: tl.constexpr):
     # Returns the k-th largest logit, and the probability of the k largest in fp64.
-    kth = _search_threshold(logits, temperature, total, vocab, top_k, True, TOKENS)
-    count, mass = _count_and_mass_above(logits, temperature, total, vocab, tl.zeros((16,), tl.int32) + kth, TOKENS)
+    kth = _search_threshold(logits, temperature, total, vocab, top_k, True, LANES)
+    count, mass = _count_and_mass_above(logits, temperature, total, vocab, tl.zeros((16,), tl.int32) + kth, LANES)
     kth_probability = tl.exp(_from_ordered_int(kth) - total).to(tl.float64)
     return _from_ordered_int(kth), (tl.sum(mass, 0) + (16 * top_k - tl.sum(count, 0)) * kth_probability) / 16
 
@@ -144,7 +146,8 @@ def _search_top_k(logits, temperature, total, vocab, top_k, TOKENS: tl.constexpr
 def _threshold_kernel(
     logits, logits_row, rows, weights, numbers, numbers_column, settings, settings_column, listed_blocks, shortlist,
     result, vocab, blocks,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TOKENS: tl.constexpr, MIN_LISTED: tl.constexpr, SHORTLIST: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr,
+    MIN_LISTED: tl.constexpr, SHORTLIST: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + index)
@@ -181,15 +184,15 @@ def _threshold_kernel(
     kept_mass = tl.full((), 1.0, tl.float64)
     if has_top_k:
         if is_enough:
-            kth, kept_mass = _search_top_k(shortlist, 1.0, total, count, top_k.to(tl.float64), TOKENS)
+            kth, kept_mass = _search_top_k(shortlist, 1.0, total, count, top_k.to(tl.float64), LANES)
         else:
-            kth, kept_mass = _search_top_k(logits, temperature, total, vocab, top_k.to(tl.float64), TOKENS)
+            kth, kept_mass = _search_top_k(logits, temperature, total, vocab, top_k.to(tl.float64), LANES)
         threshold = tl.maximum(threshold, kth)
     if has_top_p:
         limit = top_p.to(tl.float64) * kept_mass
         if is_enough:
-            lowest = _search_threshold(shortlist, 1.0, total, count, limit, False, TOKENS)
+            lowest = _search_threshold(shortlist, 1.0, total, count, limit, False, LANES)
         else:
-            lowest = _search_threshold(logits, temperature, total, vocab, limit, False, TOKENS)
+            lowest = _search_threshold(logits, temperature, total, vocab, limit, False, LANES)
         threshold = tl.maximum(threshold, _from_ordered_int(lowest))
     tl.store(result + index, threshold)
