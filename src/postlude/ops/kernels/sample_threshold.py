@@ -1,6 +1,7 @@
 """The lowest logit that can be sampled in each row, by top-k, top-p and min-p. The reference finds it by sorting.
 
-MEASURED
+Sampling with top-k 50 and top-p 0.9 takes 0.14 ms for 128 rows of 151,936 logits on an H200, and 3.3 ms by PyTorch's
+sort (benchmarks/results/small_kernels_h200.json). With top-p alone on a flat distribution it takes 2.0 ms.
 
 The threshold is the lowest number with fewer than k tokens, or less than p of the probability, above it. It is searched
 among all fp32 numbers in their order, four bits at a time: eight passes over tokens and no sorting. The passes read a
