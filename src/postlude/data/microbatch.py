@@ -148,7 +148,7 @@ class Microbatch:
     """[T, routers, top_k] integers, the experts of each input token. -1: the router chooses. Unlike a column it is
     not shifted."""
     column_stats: Mapping[str, ColumnStats] = field(default_factory=dict)
-    """By column, its statistics; computed in `to`, when the microbatch leaves the CPU."""
+    """By column, its statistics; computed in `to`, if the microbatch is on the CPU before."""
 
     def __post_init__(self) -> None:
         total = self.packing.total

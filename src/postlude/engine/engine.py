@@ -329,7 +329,7 @@ class Engine(TrainingStateProperties):
         return self.evaluate_tokens(batch, lambda inputs: {"value": inputs.head.values(inputs.hidden)})["value"]
 
     def topk(self, batch: Batch, k: int, *, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns the k likeliest tokens at every token's position: log-probs and ids, [length, k] per sequence."""
+        """Returns the k likeliest tokens in place of each token, given those before: log-probs and ids, [length, k]."""
         values = self.evaluate_tokens(batch, topk_processor(k, temperature, self.config.vocab_size))
         return values["logprobs"], values["ids"]
 

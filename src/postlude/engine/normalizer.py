@@ -193,7 +193,7 @@ class MetricAccumulator:
         self.layer_sums: Tensor | None = None  # [n] float64 of this rank; n is the same on all ranks
         self.layer_totals: list[float] = []  # [n] over all ranks, after `reduce`
         self.loss_error: Exception | None = None
-        self.has_gradient = False  # of a microbatch; of the others, `constant_losses` has the magnitudes
+        self.has_gradient = False  # whether a microbatch's loss has one; `constant_losses` are magnitudes of the others
         self.constant_losses: list[Tensor] = []
 
     def evaluate(self, objective: Objective, inputs: OutputInputs) -> Tensor:
@@ -255,8 +255,8 @@ class MetricAccumulator:
     def reduce(self, reports_results: bool) -> dict[str, float]:
         """Returns one number per metric, the same on every rank, and sets `layer_totals`.
 
-        The objective's metrics are taken only from ranks with `reports_results`. If one rank has a `loss_error`, every
-        rank gets it, and {} is returned. All numbers go through one sum and one maximum, with one
+        The objective's metrics are taken only from ranks with `reports_results`. If one of several ranks has a
+        `loss_error`, every rank gets it, and {} is returned. All numbers go through one sum and one maximum, with one
         synchronisation. Names are exchanged only when a rank has a metric that not all know.
         """
         entries = self.entries if reports_results else {}

@@ -89,8 +89,8 @@ def sample_next(
     """Samples a token for each row at `indices` [n] int64 from its logits [n, vocab], and writes it to the row.
 
     Its result is `results[token_index]`. A row becomes idle at a stop token or its maximum length. Idle rows do not
-    change. Without `filtered`, top-k, top-p and min-p are ignored. A caller with the `settings` of the rows on the host
-    passes them, if none is idle.
+    change. Without `filtered`, top-k, top-p and min-p are ignored. A caller that has the `settings` of the rows passes
+    them, if none is idle.
     """
     if is_batch_invariant() and logits.is_cuda:
         settings = None  # torch's sums on a GPU depend on the number of rows

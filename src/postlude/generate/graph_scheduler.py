@@ -41,22 +41,22 @@ class DecodeCapacity:
     """The maximum number of stop tokens of a completion."""
 
     @staticmethod
-    def of(completions: Sequence[CompletionState], budget: int, max_sequences: int) -> DecodeCapacity:
-        """Returns the capacity for these completions, in a cache of about `budget` tokens."""
+    def of(completions: Sequence[CompletionState], cache_tokens: int, max_sequences: int) -> DecodeCapacity:
+        """Returns the capacity for these completions, in a cache of about `cache_tokens` tokens."""
         lengths = [completion.max_length for completion in completions]
         pages_per_row, total = pages_for(max(lengths)), sum(pages_for(length) + 1 for length in lengths)
         # A single completion always fits, with a copy of its prompt's last page.
         return DecodeCapacity(
             rows=bucket(min(len(completions), max_sequences)),
-            pages=max(pages_per_row + 1, min(budget // PAGE_SIZE, total)),
+            pages=max(pages_per_row + 1, min(cache_tokens // PAGE_SIZE, total)),
             pages_per_row=pages_per_row,
             stops=max_stops(completions),
         )
 
     @staticmethod
-    def for_session(completions: Sequence[CompletionState], budget: int, max_sequences: int) -> DecodeCapacity:
-        """Returns the capacity for these and any later completions, in a cache of about `budget` tokens."""
-        pages = pages_for(budget)
+    def for_session(completions: Sequence[CompletionState], cache_tokens: int, max_sequences: int) -> DecodeCapacity:
+        """Returns the capacity for these and any later completions, in a cache of about `cache_tokens` tokens."""
+        pages = pages_for(cache_tokens)
         return DecodeCapacity(
             rows=bucket(max_sequences), pages=pages + 1, pages_per_row=pages, stops=max_stops(completions)
         )

@@ -136,15 +136,15 @@ class PagePool(PageAllocator):
 class RowAllocator(PageAllocator):
     """Allocates the pages of a `RowCache`, one per row. All have `capacity` tokens, which grows with the longest one.
 
-    The cache holds rows · capacity ≤ `budget` tokens. Each row has room for its newest token and
+    The cache holds rows · capacity ≤ `cache_tokens` tokens. Each row has room for its newest token and
     `drafts_per_row` drafts.
     """
 
     shares_pages = False
 
-    def __init__(self, cache: RowCache, budget: int, max_sequences: int, *, drafts_per_row: int = 0) -> None:
+    def __init__(self, cache: RowCache, cache_tokens: int, max_sequences: int, *, drafts_per_row: int = 0) -> None:
         self.cache = cache
-        self.budget = budget
+        self.cache_tokens = cache_tokens
         self.drafts_per_row = drafts_per_row
         self.capacity = 0
         self.max_length = 0  # the largest one of any completion
@@ -154,7 +154,7 @@ class RowAllocator(PageAllocator):
 
     def fits_alone(self, completion: CompletionState) -> bool:
         """See `PageAllocator`."""
-        return completion.max_length <= self.budget
+        return completion.max_length <= self.cache_tokens
 
     def add(self, completions: Sequence[CompletionState], total: int) -> None:
         """See `PageAllocator`."""
@@ -182,20 +182,20 @@ class RowAllocator(PageAllocator):
         return None if self._capacity_for(len(running), self._needed) is None else []
 
     def resize_cache(self, running: Sequence[RunningCompletion]) -> None:
-        """Resizes the cache to the rows in use. Running completions are in the first rows."""
+        """Resizes the cache, for waiting completions too. Running completions are in the first rows."""
         capacity = self._capacity_for(len(running), self._needed)
         assert capacity is not None
         self.capacity = capacity
-        self.cache.resize(min(self._rows, self.budget // capacity), capacity)
+        self.cache.resize(min(self._rows, self.cache_tokens // capacity), capacity)
 
     def _capacity_for(self, rows: int, needed: int) -> int | None:
         """Returns the capacity of a row if `rows` rows of at least `needed` tokens and drafts fit, else None."""
         if rows > self._rows:
             return None
         rows, needed = max(rows, 1), min(needed + self.drafts_per_row, self.max_length)
-        if needed <= self.capacity and rows * self.capacity <= self.budget:
+        if needed <= self.capacity and rows * self.capacity <= self.cache_tokens:
             return self.capacity
-        available = self.budget // rows  # tokens of each row
+        available = self.cache_tokens // rows  # tokens of each row
         if available < min(needed + MARGIN, self.max_length):
             return None
         return min(max(needed + MARGIN, needed * 5 // 4), available, self.max_length)

@@ -68,12 +68,12 @@ class Completion:
     logprobs: list[float]
     """The log-prob of each token under softmax(logits / temperature) over the vocabulary; greedy uses temperature 1.
 
-    This is what a trainer computes with `head.logprobs(..., temperature=...)`, so the ratio of the two starts at 1.
+    A trainer's `head.logprobs(..., temperature=...)` are the same. See `GenerationClient` for servers that differ.
     """
     sampled_logprobs: list[float]
     """The log-prob of each token in the distribution it was sampled from: after top-k, top-p and min-p, renormalised.
 
-    Equal to `logprobs` without truncation; 0 if sampling was greedy.
+    Equal to `logprobs` without top-k, top-p and min-p; 0 if sampling was greedy.
     """
     finish_reason: FinishReason
     """"stop": a stop token or a stop string ended it. "length": it reached max_new_tokens."""

@@ -73,7 +73,7 @@ class SamplerSettings:
 
 
 def sample(logits: Tensor, settings: SamplerSettings, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Samples tokens [n] from logits [n, vocab]. Returns them and their log-probs before and after truncation, [n].
+    """Samples tokens [n] from logits [n, vocab]. Returns them and their log-probs before and after filtering, [n].
 
     `counts` [n] int64 are the numbers of tokens that rows have sampled. Key and count alone determine the noise.
     """

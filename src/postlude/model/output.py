@@ -52,9 +52,9 @@ class OutputHead:
         return gathered if self.adapter is None else self.adapter.extend_rows(gathered)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns logits, [T / tp, H] -> [T, vocab], in the dtype of `logit_products`, the same on every rank.
+        """Returns logits, [T / tp, H] -> [T, vocab], the same on every rank.
 
-        Materialises all logits: prefer `logprobs` if that is what you need.
+        Materialises all, in hidden's dtype (fp32 if batch-invariant without gradients). Prefer `logprobs` if possible.
         """
         logits = self.logit_config.transform(logit_products(self.gather(hidden), self.weight, self.logit_config.bias))
         size = self.logit_config.vocab_size or self.logit_config.vocab_start + len(self.weight)

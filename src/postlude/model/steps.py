@@ -26,7 +26,7 @@ class LayerStep:
     its `reads` are the names of a tensor and of an `AllToAllPlan`; it is started and awaited separately. The residual
     stream is called `hidden`.
 
-    recompute_selective: the whole step is recomputed with selective recompute. Exchanges never are.
+    recompute_selective: with selective recompute, cheap results of the step are recomputed. Exchanges never are.
     never_recompute: the step is not recomputed by a schedule plan with full recompute either.
     syncs_host: the host waits here for the result of an earlier step.
     """

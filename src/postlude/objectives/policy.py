@@ -69,7 +69,7 @@ class PolicyGradient:
         "cispo"      -A · sg(clamp(r, 1 - clip_low, 1 + clip_high)) · log p
         "reinforce"  -A · log p
 
-    **Ratio** of the policy to the one the step started from:
+    **Ratio** of the policy p to p_old, the one of the column "old_logprobs":
 
         "token"      p / p_old of each token (PPO, GRPO, DAPO)
         "sequence"   exp of the mean of log(p / p_old) over the trained tokens of the sequence (GSPO)

@@ -61,7 +61,7 @@ class GRPOTrainer(Trainer):
     name = "grpo"
     config: PolicyConfig
     min_group_size = 2
-    """Groups with fewer completions are not trained on."""
+    """Groups with fewer trajectories are not trained on."""
 
     def __init__(self, config: PolicyConfig, device: str, runtime: Runtime = LOCAL_RUNTIME) -> None:
         self.warm_start_optimizer, self.optimizer = config.optimizers

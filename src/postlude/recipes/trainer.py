@@ -89,7 +89,7 @@ class Trainer(ABC):
     total_steps: int
     """The run ends after this step."""
     evaluate_every: int = 0
-    """Steps between evaluations; 0: none. Others are before the first step, after any warm start, and at the end."""
+    """Steps between evaluations; 0: none. Others are after the warm start, or before the first step, and at the end."""
     warm_start_steps: int = 0
     """SFT steps before the recipe's own steps."""
     loss_column: str = MASK
@@ -204,7 +204,7 @@ class Trainer(ABC):
             self.resources.close()
 
     def start_or_resume(self, start_mode: StartMode) -> None:
-        """Opens the run directory and loads a checkpoint. A new run, which has none, is evaluated first."""
+        """Opens the run directory and loads a checkpoint. A new run without a warm start is evaluated first."""
         # Raises if the requested checkpoint does not exist, before anything is written.
         on_rank0(lambda: self._checkpoints_to_try(start_mode.resume_from))
         self.run = open_run(self.config.run, self.plain_config, loggers=self.config.loggers, **self.config_comparison)
@@ -360,7 +360,8 @@ class Trainer(ABC):
             self.stop_signal = request.number
         if request is not None and self.state_before_step is None:  # in the evaluation after a step
             self.engine.finish_saving()
-            stopped_at = f"in the evaluation after step {self.step}; step {self.saved_step} is saved"
+            saved = f"step {self.saved_step}" if self.saved_step else "no step"
+            stopped_at = f"in the evaluation after step {self.step}; {saved} is saved"
         else:
             self.save()
             stopped_at = f"after step {self.step}, which is saved" if self.step else "before its first step"

@@ -55,13 +55,13 @@ class Trajectory:
 
     @property
     def components(self) -> dict[str, float]:
-        """The components of the reward, and "failed" if the call for it failed."""
+        """The components of the reward, and "failed" if the call for it failed, or an observation was invalid."""
         assert self.score is not None
         return dict(self.score.components) | ({REWARD_FAILED: 1.0} if self.score.error else {})
 
     @property
     def excluded(self) -> bool:
-        """Whether it is left out of training: the call for its reward failed, and no `failed_reward` is set."""
+        """Whether it is left out of training: its reward or an observation failed, and no `failed_reward` is set."""
         return self.score is not None and self.score.excluded
 
     @property
@@ -122,12 +122,12 @@ class _Conversation:
 
 
 class Conversations:
-    """Runs many groups concurrently, each with its own environment.
+    """Runs many groups concurrently, each in the environment of its `source`.
 
     With servers, a slow completion, tool or reward delays no other trajectory. An engine with `batched_polls` finishes
     all its requests before any trajectory continues. Without `background` trajectories advance inside `poll`; with it
     a thread advances them continuously. Only one thread may call `start` and `poll`. `timer` measures the times
-    "rollout" and "reward" without `background`.
+    "rollout" and "reward"; with `background` it is called in that thread.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from postlude.world.agreement import Rank0Controller, on_rank0
 
 
 class ServerEngine:
-    """Rollout engine backed by inference servers, which generate while the ranks train. A `DistributedEngine`.
+    """Rollout engine backed by inference servers, which can generate while the ranks train. A `DistributedEngine`.
 
     `make_client` makes the client, on rank 0. With a training `engine` and `sync`, servers get its weights before they
     generate; else they keep their own. A version of the weights is named START.STEP. START is a random id of each

@@ -187,7 +187,7 @@ class Attention(Block):
         return self.config.head_dim <= MAX_HEAD_DIM
 
     def fused_decode(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
-        """Supports projections with a fused weight, and no output bias: see `Block`."""
+        """Supports projections with a fused weight, none of them with a bias: see `Block`."""
         layers = self.fused_projections()[0]
         operand, output = fused_operand(layers), fused_operand((self.o_proj,))
         if operand is None or output is None:

@@ -19,7 +19,7 @@ class SendRequest(Protocol):
     """Sends one HTTP request to the server."""
 
     async def __call__(self, method: str, path: str, body: Any = None) -> Any:
-        """Returns the JSON of the reply, or raises one of `errors`."""
+        """Returns the JSON of the reply, or raises one of `serving.errors`."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ServerAPI(ABC):
     exact_tokens: bool = True
     """Whether tokens are those that were sampled. If not, they are encoded from text, which may give more."""
     omits_stop_tokens: bool = False
-    """Whether the tokens that ended a completion are left out, so that a completion may be empty."""
+    """Whether a token that ended a completion may be missing, so that a completion may be empty."""
 
     async def detect_features(self, send: SendRequest) -> None:
         """Checks that the server replies, and detects what it supports."""

@@ -46,7 +46,7 @@ class GenerationClient:
     A server has at most `concurrency` outstanding requests. A request waits `timeout` seconds for its reply.
     `ServerPool` explains `retries`, `backoff` and `outage_timeout`. When no server is left and `outage_timeout` seconds
     have passed, requests raise a `ServerError` that names each server and its reason. Completions with tokens outside
-    of a vocabulary of `vocab_size` are refused.
+    of a vocabulary of `vocab_size` are invalid responses.
 
     `Completion.logprobs` are the server's; `sampled_logprobs` repeat them, since servers return one per token.
     vLLM and llama.cpp report log-probs at temperature 1. For those at the sampling temperature, which the native
