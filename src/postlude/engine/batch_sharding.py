@@ -207,7 +207,7 @@ def _agreed_plan(batch: Batch, ranks: int, budget: int, check: ConsistencyCheck,
 def _agreed_content(
     batch: Batch, plan: BinPlan, bin_indices: range, dp: Axis, config: ModelConfig, check: ConsistencyCheck
 ) -> BatchContent:
-    """Returns the content of this rank's bins. Raises if it is not the model's, or if ranks have different batches."""
+    """Returns the content of this rank's bins. Raises if the model lacks a token or expert, or if batches differ."""
     sizes = {_column_key(name): INTEGERS_PER_COLUMN for name in batch.columns}
     sizes |= {_content_key(rank): 1 for rank in range(dp.size)}
     with check.exchange("read its part of the batch", sizes) as values:

@@ -67,8 +67,8 @@ class Engine(TrainingStateProperties):
         gradients into the pipeline's bubble.
     gather_once: all-gathers weights and reduces gradients once per step instead of once per microbatch; always so with
         pp > 1. Each rank then needs memory for all gradients of its stage, in fp32.
-    weights: how weights are stored between steps (`postlude.options.WeightStorage`); below fp32 only where no other
-        rank shares them.
+    weights: how weights are stored between steps (`postlude.options.WeightStorage`); below fp32 only where FSDP shards
+        nothing, as in a layout of tp and pp alone.
     fp8: GEMMs of blocks are in FP8 e4m3, except those of weight gradients (`ops.fp8`).
     lora: trains low-rank adapters and freezes the model, which is stored in the compute dtype. One `LoRA` makes the
         adapter "default"; a mapping makes one per name, and {} none yet (`add_adapter`). `set_adapter` selects one.

@@ -77,7 +77,7 @@ class EagerScheduler(Scheduler):
             self._start_and_sample(joining, prefill_logits)
 
     def _join(self) -> JoiningCompletions:
-        """Returns the completions that join with a prefill. Those with a prefilled prompt start here."""
+        """Returns the completions that join in this step's forward. While none needs a prefill, they start here."""
         while True:
             self._idle_ended_rows()
             self._make_room()

@@ -203,7 +203,7 @@ class Generator:
     def generation_mode(self, adapter: str | None) -> Iterator[None]:
         """Enters evaluation mode without gradients and selects this adapter, which stays active afterwards.
 
-        The model's products use its FP8 weights, if it has any, inside only.
+        The model's GEMMs use its FP8 weights, if it has any, inside only.
         """
         self.adapters.activate(adapter)
         dtype, invariant = self.model.embedding.weight.dtype, batch_invariant(self.model.batch_invariant)

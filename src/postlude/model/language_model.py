@@ -62,7 +62,7 @@ class LanguageModel(FSDPUnit):
 
     `mesh` says which part of every layer this rank holds; by default there is a single rank. `recompute` is the
     activation recompute of each logical layer (one bracket group of the pattern): "none", all but expensive results
-    ("selective"), or everything ("full"). `scan_backend` has the kernels of recurrent blocks (`postlude.ops.ssd.ssd`),
+    ("selective"), or everything ("full"). `scan_backend` selects kernels of recurrent blocks (`postlude.ops.ssd.ssd`),
     `head` the backend and memory limit of the output head. With `value_head` the last stage also has a value head, one
     scalar per token, initially zero; an export leaves it out.
     `dtype` is that of all parameters but those that a block keeps in fp32; by default torch's own. `adapters` are those
@@ -154,7 +154,7 @@ class LanguageModel(FSDPUnit):
         `hidden` [T / tp, H] comes from the stage before and is given on every stage but the first; other stages than
         the last return hidden states of that shape. Without a processor the last stage returns logits [T, vocab], or
         per-token losses [T] if `targets` are given: True for the microbatch's own next tokens, or a tensor [T] with
-        -100 where there is none. `decode_state` has the sequences' earlier tokens in generation. `recorder` records
+        -100 where there is none. `decode_state` is the cache of earlier tokens in generation. `recorder` records
         communication and waits, in forward and backward.
         """
         processor, processor_context = self._resolve_processor(targets, output_processor, output_processor_context)

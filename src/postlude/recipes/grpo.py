@@ -238,7 +238,7 @@ class GRPOTrainer(Trainer):
         return self.train_batch(minibatch, self.objective)
 
     def train_minibatches(self, batch: RolloutBatch) -> StepMetrics:
-        """Runs one optimizer step on each minibatch of a rollout, `epochs` times."""
+        """Runs one optimizer step on each minibatch of the step's rollouts, `epochs` times."""
         if not batch.minibatches:
             return {LOSS: 0.0}
         # All log-probs are computed before the first update, with the weights that all minibatches start from.
@@ -251,7 +251,7 @@ class GRPOTrainer(Trainer):
             reduce = REDUCTIONS[self.reductions.get(name, "mean")]
             metrics[name] = reduce([result[name] for result in results if name in result])
         # If the rollout engine's log-probs are the old ones, the objective has no others to compare them with. But the
-        # first minibatch trains with the weights that sampled it, so its ratio is the mismatch of engine and trainer.
+        # first minibatch trains with the weights that sampled it: its ratio is that engine's mismatch with the trainer.
         if self.config.first_ratio_is_mismatch and "kl_old" in results[0]:
             metrics |= mismatch_of_ratio(results[0])
         return metrics | {name: sum(result[name] for result in results) for name in ("tokens", SKIPPED)}

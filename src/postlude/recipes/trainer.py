@@ -1,7 +1,7 @@
 """The training loop that every recipe shares: start or resume, step, log, evaluate, save, end. Start reading here.
 
 A recipe is a config (a `TrainingConfig`) and a `Trainer` whose `train_step` does one step. All randomness derives from
-the seed and the step, so a resumed run equals an uninterrupted one.
+the seed and the step, so a resumed run equals an uninterrupted one, unless servers sample its rollouts.
 """
 
 from __future__ import annotations
