@@ -361,17 +361,16 @@ end_costs = st.sampled_from([0, 0.7, 4, 25])
 
 
 @many
-@given(uncut_patterns, st.integers(1, 9), block_costs, end_costs, end_costs)
-def test_stage_split_is_optimal(pattern, count, cost, embedding_cost, head_cost):
+@given(uncut_patterns, st.integers(1, 9), block_costs, end_costs)
+def test_stage_split_is_optimal(pattern, count, cost, head_cost):
     count = min(count, len(pattern))
-    arguments = {"cost": cost.__getitem__, "embedding_cost": embedding_cost, "head_cost": head_cost}
+    arguments = {"cost": cost.__getitem__, "head_cost": head_cost}
     stages = pattern.stages(count, **arguments)
 
     # Scaled to whole numbers with Python's own exact ratio, so that sums do not depend on their order.
     scale = 2**1074
     exact = {symbol: exactly(value, scale) for symbol, value in cost.items()}
     costs = [sum(exact[block] for block in layer) for layer in pattern.layers]
-    costs[0] += exactly(embedding_cost, scale)
     costs[-1] += exactly(head_cost, scale)
 
     def quality(ranges):
@@ -426,9 +425,9 @@ def test_largest_stage_cost_is_minimised_before_evenness():
     assert stages == (range(1), range(1, 2), range(2, 4), range(4, 6))
 
 
-def test_embedding_and_head_count_as_cost_of_first_and_last_stage():
-    stages = Pattern.parse("[*-]{10}").stages(3, embedding_cost=2, head_cost=8)
-    assert [len(stage) for stage in stages] == [4, 5, 1]
+def test_head_counts_as_cost_of_last_stage():
+    stages = Pattern.parse("[*-]{10}").stages(3, head_cost=8)
+    assert [len(stage) for stage in stages] == [5, 4, 1]
 
 
 def test_too_many_stages_are_refused_with_both_numbers():
@@ -443,8 +442,8 @@ def test_no_stages_are_refused(count):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
-@pytest.mark.parametrize("stage", ["cost", "embedding_cost", "head_cost"])
+@pytest.mark.parametrize("stage", ["cost", "head_cost"])
 def test_invalid_costs_are_refused(stage, value):
     argument = (lambda _: value) if stage == "cost" else value
-    with pytest.raises(ValueError, match=r"The cost of (block '\*'|the embedding|the head) is"):
+    with pytest.raises(ValueError, match=r"The cost of (block '\*'|the head) is"):
         Pattern.parse("**").stages(2, **{stage: argument})

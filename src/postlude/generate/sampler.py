@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -63,13 +62,6 @@ class SamplerSettings:
             all_greedy=all(sampling.greedy for sampling in samplings),
             max_top_k=max((count for count in counts if count < vocab_size), default=0),
         )
-
-    def at(self, rows: Tensor) -> SamplerSettings:
-        """Returns the settings of `rows` [m] int64."""
-        columns: dict[str, Any] = {
-            name: tensor[rows] for name, tensor in vars(self).items() if isinstance(tensor, Tensor)
-        }
-        return replace(self, **columns)
 
 
 def sample(logits: Tensor, settings: SamplerSettings, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:

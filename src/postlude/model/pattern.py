@@ -127,12 +127,7 @@ class Pattern:
         return tuple(Layer(index, blocks, block_names(blocks, self.symbols)) for index, blocks in layers)
 
     def stages(
-        self,
-        count: int,
-        *,
-        cost: Callable[[str], float] | None = None,
-        embedding_cost: float = 0.0,
-        head_cost: float = 0.0,
+        self, count: int, *, cost: Callable[[str], float] | None = None, head_cost: float = 0.0
     ) -> tuple[range, ...]:
         """Returns the logical layers of each of `count` (pp·vpp) pipeline stages, in order.
 
@@ -148,7 +143,6 @@ class Pattern:
             raise PatternError(str(self), problem, f"Use {len(self)} stages or fewer, or cut it with '|' yourself.")
         block_costs = {block: _exact(f"block '{block}'", cost(block) if cost else 1) for block in set(self.blocks)}
         costs = [sum((block_costs[block] for block in layer), Fraction()) for layer in self.layers]
-        costs[0] += _exact("the embedding", embedding_cost)  # no stage is empty, so the first one holds layer 0
         costs[-1] += _exact("the head", head_cost)
         return _balance(costs, count)
 

@@ -84,7 +84,7 @@ def ssd_step(
 
     Returns the output of `ssd` for that token, and the new states.
     """
-    wide, share = _wide(x), x.shape[1] // B.shape[1]
+    wide, share = torch.promote_types(x.dtype, torch.float32), x.shape[1] // B.shape[1]
     B, C = (tensor.to(wide).repeat_interleave(share, 1)[:, :, None] for tensor in (B, C))  # [T, heads, 1, n]
     decay = (dt.to(wide) * A.to(wide)).exp()
     states = decay[..., None, None] * states + (dt[..., None].to(wide) * x)[..., None] * B
@@ -210,7 +210,8 @@ def _scan(
 ) -> tuple[Tensor, Tensor]:
     """Returns `ssd` without D in fp32 or wider: [T, heads, p] and [sequences, heads, p, n], or an empty tensor."""
     chunks = _Chunks.of(cu_seqlens, x.shape[0], chunk)
-    wide, (tokens, heads, width), groups = _wide(x), x.shape, B.shape[1]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    (tokens, heads, width), groups = x.shape, B.shape[1]
     split = (groups, heads // groups)
     # Sums of logarithms are float64, so that differences of large sums stay exact.
     log_decay = chunks.cut(dt.double() * A.double()).cumsum(1).permute(0, 2, 1).unflatten(1, split)  # [N, g, r, l]
@@ -317,7 +318,3 @@ def _carry(added: Tensor, through: Tensor) -> Tensor:
 def _exp(logarithm: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns exp where `mask` is True, else 0. Other logarithms may be large."""
     return logarithm.masked_fill(~mask, float("-inf")).to(dtype).exp()
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)

@@ -43,13 +43,14 @@ class Scratch:
     `training_rows_max_bytes`.
     """
 
-    partial: int  # per token, where only partial statistics are kept
-    forward: int  # per token
-    backward: int  # per token
     min_bytes: int
     max_bytes: int
     sweep_min_bytes: int
     sweep_max_bytes: int
+    partial: int = 2 * KIB  # per token, where only partial statistics are kept
+    # 4096 fp32 logits: GEMMs wide enough for full speed on a GPU, in no more memory than the leanest peer.
+    forward: int = 16 * KIB  # per token
+    backward: int = 16 * KIB  # per token
     quantized_rows: int = 1024
     quantized_rows_max_bytes: int = 512 * MIB
     training_rows: int = 2048
@@ -57,22 +58,15 @@ class Scratch:
     quantized_sum_max_bytes: int = 256 * MIB
 
 
-# GPU: 16 KiB per token is 4096 fp32 logits: GEMMs wide enough for full speed, in no more memory than the leanest peer.
-# CPU: a fraction of that, for a laptop's memory.
+# On a CPU a fraction of the GPU's, for a laptop's memory.
 SCRATCH = {
     "cuda": Scratch(
-        partial=2 * KIB,
-        forward=16 * KIB,
-        backward=16 * KIB,
         min_bytes=176 * MIB,
         max_bytes=4 * GIB,
         sweep_min_bytes=2 * GIB,
         sweep_max_bytes=4 * GIB,
     ),
     "cpu": Scratch(
-        partial=2 * KIB,
-        forward=16 * KIB,
-        backward=16 * KIB,
         min_bytes=32 * MIB,
         max_bytes=256 * MIB,
         sweep_min_bytes=64 * MIB,
