@@ -26,7 +26,7 @@ def lines(rows: list[dict[str, object]]) -> str:
 
 def test_jsonl_rows_are_named_by_line(tmp_path: Path) -> None:
     text = "\N{ZERO WIDTH NO-BREAK SPACE}" + lines(ROWS[:2]) + "\n  \n" + lines(ROWS[2:]).rstrip("\n")
-    rows = read_rows(write(tmp_path / "train.jsonl", text), require=["prompt", "answer"])
+    rows = read_rows(write(tmp_path / "train.jsonl", text)).require("prompt", "answer")
     assert list(rows) == ROWS
     assert [rows.location(i) for i in (0, 2)] == ["line 1 of train.jsonl", "line 5 of train.jsonl"]
     assert rows.columns == ("prompt", "answer")
@@ -141,14 +141,14 @@ def test_missing_column_error_suggests_the_nearest_name(tmp_path: Path) -> None:
     path = write(tmp_path / "train.jsonl", lines([{"promt": "x", "answer": 1}]))
     expected = 'dataset train.jsonl has no column "prompt"; it has: "promt", "answer"; did you mean "promt"?'
     with pytest.raises(ValueError, match="no column") as caught:
-        read_rows(path, require=["answer", "prompt"])
+        read_rows(path).require("answer", "prompt")
     assert str(caught.value) == expected
     path = write(tmp_path / "train.jsonl", lines([*ROWS, {"answer": 1}, {"prompt": None, "answer": 1}]))
     with pytest.raises(ValueError, match=r'line 6 of train\.jsonl has no value in column "prompt", as do 1 more\.'):
-        read_rows(path, require=["prompt"])
+        read_rows(path).require("prompt")
     write(path, lines([{"prompt": None, "answer": "1"}] * 2))
     with pytest.raises(ValueError, match=r'line 1 of .*\.jsonl has no value in column "prompt", as do 1 more\.'):
-        read_rows(path, require=["prompt"])
+        read_rows(path).require("prompt")
 
 
 def test_missing_file_error_suggests_the_nearest_name(tmp_path: Path) -> None:

@@ -75,14 +75,12 @@ class Rows:
         return self
 
 
-def read_rows(
-    path: str | Path, require: Sequence[str] = (), *, config: str | None = None, split: str | None = None
-) -> Rows:
+def read_rows(path: str | Path, *, config: str | None = None, split: str | None = None) -> Rows:
     """Reads a .jsonl, .json, .csv or .parquet file, a folder of such files by their names, or a dataset of the Hub.
 
-    Every row is read and checked here, so that a broken one stops a run before it starts. `require` names columns in
-    which every row must have a value. JSONL has one object per line, in UTF-8; blank lines are skipped. A .json file is
-    the same, or one list of objects. All but parquet may be compressed: `rows.jsonl.gz`.
+    Every row is read and checked here, so that a broken one stops a run before it starts. JSONL has one object per
+    line, in UTF-8; blank lines are skipped. A .json file is the same, or one list of objects. All but parquet may be
+    compressed: `rows.jsonl.gz`.
     """
     path = Path(path)
     rows: list[Mapping[str, Any]] = []
@@ -93,7 +91,7 @@ def read_rows(
             locations.append(location)
     if not rows:
         raise ValueError(f"dataset {path} has no rows. Give a file with at least one.")
-    return Rows(path.name, rows, locations).require(*require)
+    return Rows(path.name, rows, locations)
 
 
 def dataset_files(path: Path, config: str | None = None, split: str | None = None) -> list[Path]:

@@ -62,7 +62,6 @@ class MetricChange:
 class RunSummary:
     """The result of a run in a few numbers."""
 
-    path: Path
     outcome: RunOutcome | None
     phases: Sequence[str]
     """Phases of the steps in order, without the evaluation before the first step."""
@@ -145,7 +144,6 @@ def read_summary(run: Path) -> RunSummary:
             if key.startswith(TIME) and math.isfinite(_number(value)):
                 times[key.removeprefix(TIME)] = times.get(key.removeprefix(TIME), 0.0) + _number(value)
     return RunSummary(
-        path=run,
         outcome=read_outcome(run),
         phases=phases,
         step=max((line["step"] for line in lines), default=-1),
