@@ -63,9 +63,9 @@ class Engine(TrainingStateProperties):
     mtp: loads the multi-token-prediction depths of the source and trains them with an objective that requests them
         (`MTP`). With mtp=False they are not loaded, and those of a `ModelConfig` are not trained.
     overlap: True interleaves one microbatch's forward with another's backward, which overlaps the experts' all-to-all
-        with compute; results are bit-identical, and weights stay gathered for a step. "zero_bubble" defers weight
+        with compute, bit-identically; a `forward_backward` keeps the weights gathered. "zero_bubble" defers weight
         gradients into the pipeline's bubble.
-    gather_once: all-gathers weights and reduces gradients once per step instead of once per microbatch; always so with
+    gather_once: all-gathers weights and reduces gradients once per `forward_backward`, not per microbatch; always with
         pp > 1. Each rank then needs memory for all gradients of its stage, in fp32.
     weights: how weights are stored between steps (`postlude.options.WeightStorage`); below fp32 only where FSDP shards
         nothing, as in a layout of tp and pp alone.

@@ -183,7 +183,7 @@ class GraphScheduler(Scheduler):
             self.rows_changed = False
 
     def _send_shared_pages(self) -> None:
-        """Finds out which rows share their first pages, unless too few to gain by reading them together."""
+        """Copies to the device which rows share their first pages, if reading these together saves enough."""
         tiles = shared_tiles({running.row: running.pages for running in self.running})
         self.tile_shape = None
         if sum(tile.saved for tile in tiles) >= self.min_saved_pages:

@@ -23,10 +23,10 @@ class LayerStep:
     """One named piece of a layer: `run(*reads, context)` returns the values it writes, by name.
 
     A `compute` step runs on this rank, synchronous collectives included. An `exchange` is an all-to-all, and
-    its `reads` are the names of a tensor and of an `AllToAllPlan`; it is started and awaited separately. The residual
-    stream is called `hidden`.
+    its `reads` are the names of a tensor and of an `AllToAllPlan`; a schedule plan starts and awaits it separately.
+    The residual stream is called `hidden`.
 
-    recompute_selective: with selective recompute, cheap results of the step are recomputed. Exchanges never are.
+    recompute_selective: with selective recompute, cheap results of the step are recomputed, exchanges are not.
     never_recompute: the step is not recomputed by a schedule plan with full recompute either.
     syncs_host: the host waits here for the result of an earlier step.
     """

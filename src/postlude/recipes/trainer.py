@@ -79,8 +79,8 @@ Resource = TypeVar("Resource", bound=Closable)
 class Trainer(ABC):
     """A run in progress: its directory, its engine and its current step. Every rank has one.
 
-    The constructor reads and checks everything that the run needs. Nothing is written to the run directory before
-    `start_or_resume`.
+    The constructor reads and checks everything that the run needs. Before `start_or_resume` nothing is written to the
+    run directory but the files of servers that the constructor launches.
     """
 
     name: str

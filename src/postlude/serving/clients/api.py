@@ -106,7 +106,7 @@ class ServerAPI(ABC):
         return f"is {self.name}, which is not given adapters"
 
     async def load_adapter(self, send: SendRequest, name: str, directory: str, version: str) -> None:
-        """Reads peft's files into the adapter `name`, new or not, and calls all its weights `version`.
+        """Reads peft's files into the adapter `name`, new or not, and calls all weights of the server `version`.
 
         A request with the model `name` uses it. Running completions continue with it.
         """
