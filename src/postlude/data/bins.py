@@ -1,4 +1,4 @@
-"""Assigns sequences to microbatches, and microbatches to ranks, from lengths alone."""
+"""Assigns sequences to microbatches, and microbatches to ranks, by lengths, groups and owners, never by content."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ATTENTION_PARITY_LENGTH = 12 * 4096
 
 @dataclass(frozen=True)
 class BinPlan:
-    """The microbatches of a batch. It depends on lengths only, so it is equal on every rank."""
+    """The microbatches of a batch. It depends on lengths, groups and owners only, so it is equal on every rank."""
 
     lengths: Sequence[int]
     """The length of each sequence after truncation."""

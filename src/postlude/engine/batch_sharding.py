@@ -1,6 +1,6 @@
 """Shards the caller's batch into this rank's microbatches, and returns their results in the caller's order.
 
-The plan (which sequences share a microbatch, and which rank runs it) depends on lengths only. So every rank computes
+The plan (the sequences and rank of each microbatch) depends on lengths, groups and owners only. So every rank computes
 the same plan, and packs only what it runs. Before a pass begins, three small all-reduces compute the sum of each
 column, give ranks without rows its dtype, and detect ranks that have another batch or cannot pack it.
 """

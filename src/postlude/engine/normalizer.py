@@ -371,7 +371,7 @@ class ObjectiveProcessor:
 
 
 def _depend_on_all_parameters(value: Tensor, inputs: OutputInputs) -> Tensor:
-    """Returns a loss without a gradient with one of zero for every parameter.
+    """Returns `value`, a loss that has no gradient, with a gradient of zero for every parameter.
 
     FSDP reduces over all ranks, and would hang if a parameter had a gradient on some of them only.
     """

@@ -121,7 +121,7 @@ class Scheduler(ABC):
             self.step()
 
     def step(self) -> None:
-        """Adds waiting completions, samples a token of each running one, and reads the tokens of earlier steps."""
+        """Adds waiting completions, samples a token of each running one, and reads all but `max_unread_steps` steps."""
         self._advance()
         while self.unread_results and (
             len(self.unread_results) > self.max_unread_steps or not any(running.unfinished for running in self.running)

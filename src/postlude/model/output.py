@@ -107,7 +107,7 @@ class OutputHead:
         lse: bool = False,
         top1: bool = False,
     ) -> LinearObjective:
-        """Returns a per-token loss, fused with the head: cheaper than `logprobs` and a separate loss.
+        """Returns the sum of a per-token loss, fused with the head: cheaper than `logprobs` and a separate loss.
 
         `token_objective(logprob, entropy, columns)` returns a loss per token; the result's `loss` is their sum. See
         `postlude.linear_objective`, and `logprobs` for `target_count`.

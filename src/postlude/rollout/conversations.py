@@ -77,7 +77,7 @@ class Trajectory:
 
 @dataclass(eq=False)
 class TrajectoryGroup:
-    """The trajectories of one task. `number` identifies the group; `sampling.seed` is the group's seed."""
+    """The trajectories of one task. `number` is the group's in its step; `sampling.seed` is the group's seed."""
 
     task: Task
     number: int
@@ -226,7 +226,7 @@ class Conversations:
                 for episode, result in results
                 if id(episode) in self._waiting_for_environment
             ]
-            # Sorted, so that seeds and batches do not depend on the order of arrival.
+            # Sorted, so that batches of requests do not depend on the order of arrival.
             for conversation, result in sorted(turns, key=lambda turn: (turn[0].group.number, turn[0].index)):
                 self._add_turn_result(conversation, result)
 

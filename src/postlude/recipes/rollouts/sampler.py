@@ -36,7 +36,7 @@ from postlude.rollout.environments import Environment
 from postlude.rollout.tasks import Task
 from postlude.world.mesh import Mesh
 
-HEALTH_CHECK_SECONDS = 0.5  # between checks of the rollout engine's health and of signals
+HEALTH_CHECK_SECONDS = 0.5  # with `background`, at most so long between checks of the engine's health and of signals
 LOGGED_SAMPLES = 8  # trajectories per step that are written to samples.jsonl
 TRAINING_SEEDS, HELD_OUT_SEEDS = 0, 1  # seed streams: training and evaluation of a task use different seeds
 Result = TypeVar("Result")

@@ -48,7 +48,7 @@ class GenerationClient:
     have passed, requests raise a `ServerError` that names each server and its reason. Completions with tokens outside
     of a vocabulary of `vocab_size` are invalid responses.
 
-    `Completion.logprobs` are the server's; `sampled_logprobs` repeat them, since servers return one per token.
+    `Completion.logprobs` are the server's; `sampled_logprobs` repeat them, as only `postlude serve` returns both.
     vLLM and llama.cpp report log-probs at temperature 1. For those at the sampling temperature, which the native
     generator reports, start vLLM with `--logprobs-mode processed_logprobs` and use no top-k, top-p or min-p.
     """

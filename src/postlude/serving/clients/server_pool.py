@@ -270,7 +270,7 @@ class ServerPool:
         self._start_connecting(server)
 
     async def remove(self, url: str, problem: str) -> None:
-        """Removes the server at `url`. Requests wait for its replacement, which `add` adds."""
+        """Removes the server at `url`. Its requests go to others, or wait for its replacement, which `add` adds."""
         for server in [server for server in self.servers if server.url == url]:
             self.servers.remove(server)
             server.state, server.problem = "excluded", problem
