@@ -13,6 +13,7 @@ from postlude.generate.distributed import SyncedGenerator
 from postlude.generate.generator import Generator
 from postlude.generate.probe import WeightProbe, WeightsDiffer
 from postlude.generate.sampling_params import SamplingParams
+from postlude.generate.session import Session
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.model.fp8_weights import FP8Weights, check_quantization
 from postlude.model.parallel import Linear
@@ -72,9 +73,26 @@ def test_fp8_weights_are_used_only_in_generation_after_an_update() -> None:
                 parameter.mul_(1.5)
     assert exact.generate([[1, 2, 3]], GREEDY) != before
     assert "FP8 weights other than those it was given" in rounded.fp8_weights.problem()
-    rounded.update_weights()
+    rounded.quantize_weights()
     assert rounded.fp8_weights.problem() == ""
     assert rounded.generate([[1, 2, 3]], GREEDY) != first
+
+
+def test_new_weights_of_a_session_are_rounded() -> None:
+    model = dense("cpu")
+    session = Session(Generator(model, quantization="fp8"))
+    session.generator.generate([[1, 2, 3]], GREEDY)
+
+    def load() -> None:
+        with torch.no_grad():
+            for block in model.blocks:
+                for parameter in block.parameters():
+                    parameter.mul_(1.5)
+
+    session.update_weights(load, "2")
+    assert session.generator.fp8_weights.problem() == ""
+    expected = Generator(model, quantization="fp8").generate([[1, 2, 3]], GREEDY)
+    assert session.generator.generate([[1, 2, 3]], GREEDY) == expected
 
 
 class KeepsOldFP8(SyncedGenerator):
@@ -82,7 +100,7 @@ class KeepsOldFP8(SyncedGenerator):
 
     def sync_weights(self) -> None:
         if self.engine.step:
-            self.generator.update_weights = lambda: None
+            self.generator.quantize_weights = lambda: None
         super().sync_weights()
 
 

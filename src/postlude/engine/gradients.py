@@ -19,7 +19,7 @@ CHUNK = 1 << 24  # elements converted to float64 at a time
 
 @torch.no_grad()
 def total_norm(tensors: Iterable[tuple[Tensor, int]], device: torch.device) -> Tensor:
-    """Returns the norm of all tensors of all ranks, a float64 scalar. No tensor is converted to float64 as a whole.
+    """Returns the norm of all tensors of all ranks, a float64 scalar, without a float64 copy of a large tensor.
 
     Each tensor comes with the number of ranks that hold the same shard of it.
     """

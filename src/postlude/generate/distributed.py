@@ -155,7 +155,7 @@ class SyncedGenerator(ReplicatedGenerator):
         """Copies the engine's weights, if they changed since the last copy."""
         if (self.copied_step, self._copied_adapter) != (self.engine.step, self.engine.adapters.active):
             self._copy()
-            self.generator.update_weights()
+            self.generator.quantize_weights()
             self.copied_step, self._copied_adapter = self.engine.step, self.engine.adapters.active
             self._pending_probe = None if self.probe is None else self.probe.score()
 

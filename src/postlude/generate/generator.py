@@ -46,7 +46,7 @@ class Generator:
 
     `max_batch_tokens` is the size of the KV cache in tokens; without CUDA graphs each running completion takes as many
     as the longest. `max_sequences` limits the running completions, `max_prefill_tokens` the prompt tokens prefilled
-    in one step (a longer prompt is prefilled alone). `eos_tokens` end a completion. They default to the tokenizer's;
+    in one forward (a longer prompt is prefilled alone). `eos_tokens` end a completion. They default to the tokenizer's;
     `hf.read_model.end_tokens` returns all that a model's files name.
 
     draft: "mtp" is speculative decoding with the model's first multi-token-prediction depth. It does not change the
@@ -55,8 +55,8 @@ class Generator:
     kv_cache_dtype: "fp8" stores keys and values in FP8, so that the same memory holds more tokens (`cache_tokens`), see
         `check_kv_cache_dtype`. Where steps are not captured as CUDA graphs they are only rounded, and no memory is
         saved.
-    quantization: "fp8" multiplies by copies of the weights in FP8: see `model.fp8_weights`. `update_weights` makes them
-        again after the model's weights have changed.
+    quantization: "fp8" multiplies by copies of the weights in FP8: see `model.fp8_weights`. `quantize_weights` makes
+        them again after the model's weights have changed.
 
     On a GPU, decode steps are captured as CUDA graphs and replayed, with drafts too, if all blocks are `cuda_graphable`
     and the rank has the whole model. The cache and the graphs are kept for the next call; see `release`.
@@ -143,8 +143,8 @@ class Generator:
             raise ValueError(f"adapter {name!r} cannot be loaded: a batch_invariant model has no LoRA.")
         self.adapters.load(name, configs, pairs)
 
-    def update_weights(self) -> None:
-        """Makes the FP8 copies of the model's current weights, if it has any. Call it when the weights have changed."""
+    def quantize_weights(self) -> None:
+        """Makes FP8 copies of the current weights if `quantization` is set. Call it when the weights have changed."""
         if self.fp8_weights is not None:
             self.fp8_weights.write()
             self._has_fp8_weights = True
@@ -208,7 +208,7 @@ class Generator:
         self.adapters.activate(adapter)
         dtype, invariant = self.model.embedding.weight.dtype, batch_invariant(self.model.batch_invariant)
         if not self._has_fp8_weights:
-            self.update_weights()
+            self.quantize_weights()
         attached = contextlib.nullcontext() if self.fp8_weights is None else self.fp8_weights.attached()
         with torch.no_grad(), _eval_mode(self.model), blas_fp32_matmul(dtype), invariant, attached:
             yield

@@ -86,6 +86,7 @@ class Session:
         Unfinished completions continue with the new weights: all their tokens are prefilled again.
         """
         load()
+        self.generator.quantize_weights()
         if self._scheduler is not None and self._has_adapter(self._adapter):
             with self.generator.generation_mode(self._adapter):
                 self._scheduler.preempt_all()

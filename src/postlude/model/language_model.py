@@ -66,7 +66,7 @@ class LanguageModel(FSDPUnit):
     `head` the backend and memory limit of the output head. With `value_head` the last stage also has a value head, one
     scalar per token, initially zero; an export leaves it out.
     `dtype` is that of all parameters but those that a block keeps in fp32; by default torch's own. `adapters` are those
-    of this model's layers, by the layers' global names. `batch_invariant`: see `ops/batch_invariant.py`.
+    of its modules, by their global names ("layers.0.attention.q_proj"). `batch_invariant`: `ops/batch_invariant.py`.
 
     Parameters start from `reset(seed=0)`. Built under `torch.device("meta")` they have no storage until loaded.
     """

@@ -170,7 +170,7 @@ class PolicyGradient:
         )
 
     def token_losses(self, logprob: Tensor, entropy: Tensor | None, columns: PolicyColumns) -> Tensor:
-        """Returns the weighted loss of each token that the head projects, [tokens]."""
+        """Returns the weighted loss of each token of `logprob`: all T, or in the fused head those that it projects."""
         losses = self.surrogates(logprob, self.log_ratios(logprob, columns).exp(), columns.advantages)
         if columns.correction is not None:
             losses = losses * columns.correction

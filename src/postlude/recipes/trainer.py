@@ -89,7 +89,7 @@ class Trainer(ABC):
     total_steps: int
     """The run ends after this step."""
     evaluate_every: int = 0
-    """Steps between evaluations; 0: none. Others are after the warm start, or before the first step, and at the end."""
+    """Steps between evaluations; 0 for none. The first is before the recipe's own steps, and the last at the end."""
     warm_start_steps: int = 0
     """SFT steps before the recipe's own steps."""
     loss_column: str = MASK
@@ -304,7 +304,7 @@ class Trainer(ABC):
         return metrics | {SKIPPED: float(update.skipped), "tokens": result.tokens}
 
     def save(self) -> None:
-        """Writes a checkpoint of the last finished step, unless it is saved already. Raises `UnhealthyRun`."""
+        """Writes a checkpoint of the last finished step, if there is none. Raises `UnhealthyRun` if weights are bad."""
         if self.saved_step == self.step:
             return
         self.health.check_weights(self.engine.weight_norm(), self.initial_weight_norm, self.step)
@@ -378,7 +378,7 @@ class Trainer(ABC):
         return self._end(RunOutcome("failed", self.step, message, EXIT_FAILED))
 
     def fail_in_rollout(self, error: ServerError | WeightsDiffer) -> RunOutcome:
-        """Saves the finished steps and ends a run that lost all servers, or whose generator has wrong weights."""
+        """Saves the finished steps and ends a run whose servers failed, or whose generator has wrong weights."""
         message = str(error)
         try:
             if self.state_before_step is not None:  # None: in the evaluation after a step, which is repeated

@@ -51,7 +51,7 @@ class _Attempts:
     refused_by: set[RemoteServer] = field(default_factory=set)
     last_problem: str = ""
     first_failure: float | None = None
-    """Time of the first failed attempt."""
+    """Time of the first attempt without a completion: a failure, a refusal or a busy reply."""
 
 
 class ServerPool:
