@@ -261,7 +261,7 @@ class Engine(TrainingStateProperties):
     def optimizer_step(self, config: OptimizerConfig | None = None) -> StepResult:
         """Clips the gradients by their global norm, updates the weights, and frees the gradients.
 
-        `config` replaces the optimizer's learning rate, betas, eps, weight decay and clipping for this step.
+        `config` replaces the optimizer's learning rate, schedule, betas, eps, weight decay and clipping for this step.
         """
         self.adapters.check_trainable()
         self.failure_state.check(gradients=True)

@@ -44,9 +44,9 @@ class DecodeStep:
 class DecodeGraphs:
     """Runs decode steps of a `ModelStep` on a `PagedCache`.
 
-    On a GPU each step is captured at its first use, for the model and for each slot of adapters. The graph reads
-    weights, adapters, rows and pages at the addresses of that time. If CUDA cannot capture a step, it is logged once,
-    and the host launches it every time.
+    On a GPU each step is captured at its first use, for the model and for each shape of adapters (`AdapterSlot`). The
+    graph reads weights, adapters, rows and pages at the addresses of that time. If CUDA cannot capture a step, it is
+    logged once, and the host launches it every time.
     """
 
     def __init__(self, model_step: ModelStep, cache: PagedCache, adapters: NamedAdapters) -> None:
