@@ -62,7 +62,7 @@ class PageAllocator(ABC):
 
     @abstractmethod
     def extend(self, running: Sequence[RunningCompletion]) -> list[RunningCompletion] | None:
-        """Allocates room for the next token of each. Returns those with new pages; None if there is too little room."""
+        """Allocates room for the newest token of each. Returns those with new pages; None if there is too little."""
 
 
 class PagePool(PageAllocator):

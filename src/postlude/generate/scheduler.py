@@ -261,7 +261,7 @@ class Scheduler(ABC):
         """Handles a completion that joins, leaves, gets another row, or `grew`: got another page."""
 
     def _make_room(self) -> None:
-        """Takes pages for the next token of every completion. If there are too few, some are preempted."""
+        """Takes pages for the newest token of every completion. If there are too few, some are preempted."""
         while (extended := self.allocator.extend(self.running)) is None:
             self._free_pages()
         for running in extended:

@@ -34,8 +34,8 @@ class OutputHead:
 
     `weight` [vocab / tp, H], the embedding's if they are tied, holds the vocabulary entries from
     `logit_config.vocab_start` on. `logit_config` says how logits are computed and which ranks hold the other entries.
-    `value_head` is set if the model was built with one. With an `adapter` of rank r the weight is [vocab / tp, H + r],
-    with B in its last columns, and `gather` appends scale · A · hidden to hidden, so that one product computes both.
+    `value_head` is set if the model was built with one. With an `adapter` the weight is [vocab / tp, H + r], where r is
+    its rank rounded up to 64: B and zeros. `gather` appends scale · A · hidden and zeros, so one product computes both.
     """
 
     weight: Tensor
