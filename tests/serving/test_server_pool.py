@@ -143,16 +143,16 @@ def test_requests_of_a_killed_server_go_to_another(two, engines) -> None:
     assert counts.retried >= 1
 
 
-def test_a_server_that_hangs_is_timed_out(two, engines, caplog) -> None:
+def test_a_server_that_hangs_is_timed_out(two, engines) -> None:
     hanging, healthy = two
     release = threading.Event()
     hanging.before = after(2, lambda: b"late" if release.wait(300) else None)
-    engine = engines(*two, timeout=8.0, retries=0)
-    with caplog.at_level(logging.WARNING, "postlude"):
-        check(engine)
+    engine = engines(*two, timeout=3.0, retries=0)
+    engine.connect()  # both, so that both get requests
+    check(engine)
     release.set()
     assert healthy.answered >= len(PROMPTS) - 3
-    assert f"{hanging.url} gave no reply within 8 s" in caplog.text  # its `problem` ends with the next health check
+    assert "gave no reply within 3 s" in engine.pool.servers[0].problem
 
 
 @pytest.mark.parametrize(
@@ -174,6 +174,7 @@ def test_a_server_with_an_invalid_response_is_named_and_excluded(
     spoiled, _ = two
     spoiled.before = after(3, lambda: garbage)
     engine = engines(*two)
+    engine.connect()  # both, so that both get requests
     with caplog.at_level(logging.WARNING, "postlude"):
         check(engine)
     request_count = spoiled.calls.count("/inference/v1/generate")
@@ -219,7 +220,9 @@ def test_close_cancels_running_requests(caplog) -> None:
 def test_a_slow_server_gets_fewer_requests(two, engines) -> None:
     slow, fast = two
     slow.before, fast.before = slowly(0.1), slowly(0.005)
-    check(engines(*two))
+    engine = engines(*two)
+    engine.connect()  # both, so that both get requests
+    check(engine)
     assert slow.answered < fast.answered / 2
 
 
