@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -39,7 +40,11 @@ class CountingStore:
 
 
 def everyone(store: CountingStore) -> list[FailureReporter]:
-    return [FailureReporter(rank, SIZE, 600.0, store.of(rank)) for rank in range(SIZE)]
+    """Returns all ranks. Each waits for another."""
+    ranks = [FailureReporter(rank, SIZE, 600.0, store.of(rank)) for rank in range(SIZE)]
+    for rank in ranks:
+        rank.gpu_is_stuck = lambda seconds: True
+    return ranks
 
 
 def lost() -> RuntimeError:
@@ -70,6 +75,7 @@ def test_one_rank_collects_the_status_of_all_ranks() -> None:
     store = CountingStore()
     ranks = everyone(store)
     lost_rank, away = ranks[1234], ranks[99]
+    away.gpu_is_stuck = lambda seconds: False
     thread = threading.get_ident()
     for rank in ranks:
         if rank is not lost_rank:
@@ -97,3 +103,25 @@ def test_unresponsive_investigating_rank_is_named() -> None:
     ranks = [FailureReporter(rank, 3, 600.0, store.of(rank)) for rank in range(3)]
     store.store.set("investigator", "2")  # and it was killed before it could tell
     assert str(ranks[0].report(lost())) == "rank 2 of 3 does not answer any more: it was killed or lost."
+
+
+def test_a_rank_on_its_way_out_of_a_collective_is_not_blamed() -> None:
+    """It has no status yet when it is asked, and is in code that cleans up."""
+    store = CountingStore()
+    ranks = [FailureReporter(rank, 3, 600.0, store.of(rank)) for rank in range(3)]
+    ranks[1].set_status(RankStatus("finished"))
+    listeners = [threading.Thread(target=rank.answer, args=(rank.store, -1)) for rank in ranks]
+    reports: dict[int, str] = {}
+
+    def report(rank: FailureReporter) -> None:
+        reports[rank.rank] = str(rank.report(lost()))
+
+    stopping = [threading.Thread(target=report, args=(ranks[index],)) for index in (0, 2)]
+    stopping[0].start()
+    for listener in listeners:
+        listener.start()
+    time.sleep(0.3)  # of rank 2's cleanup
+    stopping[1].start()
+    for started in (*listeners, *stopping):
+        started.join()
+    assert set(reports.values()) == {"rank 1 of 3 finished without coming to this collective."}

@@ -29,6 +29,7 @@ from postlude.checks import USER_ERRORS
 from postlude.world.devices import list_ranks
 
 GRACE = 5.0  # seconds that a stopping rank gives the others to report
+CLEANUP = 1.0  # seconds that a rank outside a collective may take to report its own error
 CONNECTION_LOST = re.compile(
     r"gloo/(transport|rendezvous)|connectFullMesh|connection (closed|reset)|timed out waiting|NCCL", re.I
 )
@@ -87,6 +88,7 @@ class FailureReporter:
         self.failed = self.store_lost = self.closing = False
         self.counted: set[str] = set()
         self.lock = threading.Lock()
+        self.reported = threading.Event()  # the status says how this rank ends
         self.listener: threading.Thread | None = None
         self.gpu_is_stuck: Callable[[float], bool] = lambda seconds: False
         self.set_status(RankStatus("running"))
@@ -108,16 +110,21 @@ class FailureReporter:
         self.listener.start()
 
     def answer(self, store: Store, thread: int) -> None:
-        """Answers the event: appends where this rank's `thread` is, and reads who failed."""
+        """Answers the event: reads who failed, and appends where this rank's `thread` is.
+
+        A rank whose collective has just failed is outside it, and reports that soon. Then its status counts.
+        """
         if self.closing:
             return
         waits = self.gpu_is_stuck(1.0)  # then the host is at any line, and waits for another rank
-        location = [self.rank, "" if waits else _location(sys._current_frames().get(thread))]
-        store.append("locations", json.dumps(location) + "\n")  # type: ignore[attr-defined]
-        self._count("answered", store)
+        location = "" if waits else _location(sys._current_frames().get(thread))
         rank0 = {0: RankStatus(**json.loads(store.get("status/0")))} if store.check(["status/0"]) else {}
         self.known = rank0 | self._first_failure(store)
         self._count("informed", store)
+        if location:
+            self.reported.wait(CLEANUP)
+        store.append("locations", json.dumps([self.rank, location]) + "\n")  # type: ignore[attr-defined]
+        self._count("answered", store)
 
     def report(self, error: BaseException) -> RankError | None:
         """Reports that `error` ends this rank. Returns the error that names the cause if other ranks caused it."""
@@ -160,6 +167,7 @@ class FailureReporter:
 
     def _publish(self, status: RankStatus) -> None:
         self.set_status(status)
+        self.reported.set()
         if status.state == "failed":
             self.store.compare_set("first_failure", "", json.dumps([self.rank, asdict(status)]))
         if int(self.store.compare_set("notifier", "", str(self.rank))) == self.rank:
