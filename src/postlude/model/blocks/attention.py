@@ -110,7 +110,7 @@ class AttentionConfig(BlockConfig):
         return (cp - 1) * 2 * self.kv_heads * self.head_dim
 
     def saved_activations(self, hidden_size: int) -> float:
-        """Counts the norm's input and output, queries, keys and values before and after rotation, and the output.
+        """Counts three tensors of the norm, queries, keys and values before and after rotation, and the output.
 
         An output gate adds the gate, its sigmoid and the gated output.
         """

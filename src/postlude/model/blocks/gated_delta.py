@@ -91,7 +91,7 @@ class GatedDeltaConfig(BlockConfig):
         return (cp - 1) / cp * (2 * self.keys + 2 * self.values + 2 * self.value_heads)
 
     def saved_activations(self, hidden_size: int) -> float:
-        """Counts the norm's input and output; queries, keys and values projected, joined and convolved; heads and gate.
+        """Counts three tensors of the norm; queries, keys and values projected, joined, convolved; heads and gate.
 
         The heads count before and after their norm, the gate before and after its activation, and their product once.
         """

@@ -109,7 +109,7 @@ class LatentAttentionConfig(BlockConfig):
         return (cp - 1) * (self.latent_size + self.rope_dim)
 
     def saved_activations(self, hidden_size: int) -> float:
-        """Counts the norm's input and output, the latents, and queries, keys and values before and after joining."""
+        """Counts three tensors of the norm, the latents, and queries, keys and values before and after joining."""
         latents = 2 * (self.latent_size + (self.query_latent_size or 0)) + self.rope_dim
         return 3 * hidden_size + latents + self.heads * (4 * self.query_dim + 3 * self.value_dim)
 

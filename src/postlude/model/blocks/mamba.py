@@ -102,7 +102,7 @@ class MambaConfig(BlockConfig):
         return (cp - 1) / cp * (2 * self.inner + 2 * self.shared + self.heads)
 
     def saved_activations(self, hidden_size: int) -> float:
-        """Counts the norm's input and output; x, B, C before and after the convolution; z; the scan's output, twice."""
+        """Counts three tensors of the norm, three of x, B and C, and five of z and the scan's output."""
         return 3 * hidden_size + 3 * (self.inner + 2 * self.shared) + 5 * self.inner
 
     def wgrad_activations(self, hidden_size: int) -> float:

@@ -100,7 +100,7 @@ class MLPConfig(GatedConfig):
         return 2 * hidden_size * self.intermediate_size * (3 if self.gated else 2)
 
     def saved_activations(self, hidden_size: int) -> float:
-        """Counts the norm's input and output, and every feature before and after the activation."""
+        """Counts three tensors of the norm, and every feature before and after the activation."""
         return 3 * hidden_size + self.intermediate_size * (4 if self.gated else 2)
 
     def wgrad_activations(self, hidden_size: int) -> float:

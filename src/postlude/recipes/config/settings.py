@@ -304,8 +304,8 @@ class TrainingConfig(RunConfig):
     compute. It keeps one more microbatch and gathered weights in memory. "zero_bubble" computes weight gradients in the
     pipeline's bubble."""
     gather_once: bool = False
-    """Gather sharded weights and reduce gradients once per step instead of once per microbatch. Each rank then needs
-    memory for all weights and gradients of its stage."""
+    """Gather sharded weights and reduce gradients once per optimizer step instead of once per microbatch. Each rank
+    then needs memory for all weights and gradients of its stage."""
     save_every: NonNegativeInt = 50
     """Steps between checkpoints; 0 saves only the last one."""
     keep_checkpoints: PositiveInt = 2
