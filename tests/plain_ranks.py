@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -11,6 +10,7 @@ from typing import Any
 
 from postlude.world.failure_report import RankError
 from postlude.world.launcher import ranks
+from postlude.world.ports import ReservedPort
 from tests.conftest import SERVER
 
 PATIENCE = 300  # seconds until a process that should end by itself is given up
@@ -24,9 +24,8 @@ class PlainRanks:
         self.started: list[tuple[BaseProcess, Connection]] = []
 
     def __enter__(self) -> PlainRanks:
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+        self.port = ReservedPort("localhost")
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(self.port.number)}
         for rank in range(self.size):
             parent_pipe, child_pipe = SERVER.Pipe()
             variables = {**place, "RANK": str(rank), "WORLD_SIZE": str(self.size)}
@@ -46,6 +45,7 @@ class PlainRanks:
         for process, _ in self.started:
             process.kill()
             process.join()
+        self.port.release()
 
 
 def _run_rank(

@@ -30,6 +30,7 @@ from postlude.world.devices import list_ranks
 
 GRACE = 5.0  # seconds that a stopping rank gives the others to report
 CLEANUP = 1.0  # seconds that a rank outside a collective may take to report its own error
+VERDICT = GRACE + 3.0  # seconds that a stopping rank waits for the verdict of the one that investigates
 CONNECTION_LOST = re.compile(
     r"gloo/(transport|rendezvous)|connectFullMesh|connection (closed|reset)|timed out waiting|NCCL", re.I
 )
@@ -96,6 +97,8 @@ class FailureReporter:
     def set_status(self, status: RankStatus) -> None:
         """Writes this rank's status."""
         self.store.set(f"status/{self.rank}", json.dumps(asdict(status)))
+        if status.state != "running":
+            self.reported.set()
 
     def start_listener(self, store: Store) -> None:
         """Starts the thread that waits for the event. It needs its own connection: a waiting one is blocked."""
@@ -133,7 +136,7 @@ class FailureReporter:
         if status.state != "stopped":
             run_with_timeout(lambda: self._publish(status))
             return None
-        verdict = run_with_timeout(self._find_cause)
+        verdict = run_with_timeout(self._find_cause, VERDICT + 1)
         if verdict is None:
             self.store_lost = True
             return self._verdict_without_store()
@@ -167,7 +170,6 @@ class FailureReporter:
 
     def _publish(self, status: RankStatus) -> None:
         self.set_status(status)
-        self.reported.set()
         if status.state == "failed":
             self.store.compare_set("first_failure", "", json.dumps([self.rank, asdict(status)]))
         if int(self.store.compare_set("notifier", "", str(self.rank))) == self.rank:
@@ -188,7 +190,7 @@ class FailureReporter:
         investigator = int(self.store.compare_set("investigator", "", str(self.rank)))
         if investigator != self.rank:
             try:
-                self.store.wait(["verdict"], timedelta(seconds=GRACE + 0.5))
+                self.store.wait(["verdict"], timedelta(seconds=VERDICT))
             except dist.DistError:
                 return RankError(f"rank {investigator} of {self.size} {UNRESPONSIVE}.")
             text, trace, user_error, self.responsive = json.loads(self.store.get("verdict"))
@@ -338,7 +340,7 @@ def _wait_until(ready: Callable[[], bool], seconds: float = GRACE) -> None:
         time.sleep(0.02)
 
 
-def run_with_timeout(work: Callable[[], Result]) -> Result | None:
+def run_with_timeout(work: Callable[[], Result], seconds: float = GRACE + 1) -> Result | None:
     """Returns what `work` returns; None if it fails or takes too long, as calls to a lost store do."""
     results: list[Result] = []
 
@@ -348,5 +350,5 @@ def run_with_timeout(work: Callable[[], Result]) -> Result | None:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(GRACE + 1)
+    thread.join(seconds)
     return results[0] if results else None
