@@ -209,7 +209,6 @@ def test_the_supervisor_continues_after_an_error_of_a_launcher(tmp_path: Path, m
         cancel_replacement=heard.append,
     )
     monkeypatch.setattr(supervisor, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(supervisor, "EXIT_DELAY", 0.01)
     monkeypatch.setattr(supervisor, "_replies", lambda url, body=None: True)
     ends = iter([False, False])
     machines = FakeLauncher(

@@ -18,7 +18,7 @@ from postlude.serving.launch.launcher import ServerCommand, ServerLauncher, Serv
 from postlude.world.ports import is_loopback
 
 POLL_SECONDS = 0.2
-EXIT_DELAY = 0.5  # seconds to wait for the exit reason of a server that does not reply any more
+EXIT_DELAY = 3.0  # seconds at most until the exit reason of a server that does not reply any more is known
 WARN_SECONDS = 30.0  # between two warnings that a server has no machine yet
 REPLY_TIMEOUT = 5.0
 REPLACEMENT_TIMEOUT = 10.0  # seconds; on a busy machine the exit of a server is noticed within this time
@@ -119,15 +119,21 @@ class ServerSupervisor:
                 try:
                     problem = self._problem(slot)
                     if problem is None and (problem := _client_problem(client, slot.process.url)):
-                        if self._closing.wait(EXIT_DELAY):
-                            return
-                        problem = self._problem(slot) or problem  # an exit reason says more
+                        problem = self._wait_for_exit(slot) or problem  # an exit reason says more
                 except Exception as error:  # from any launcher: the other servers are still watched
                     problem = f"cannot be watched: {error}"
-                if problem:
+                if problem and not self._closing.is_set():
                     self._replace(slot, problem, client, in_use=not starting)
                 elif starting and slot.deadline is None:
                     client.add_server(slot.process.url)
+
+    def _wait_for_exit(self, slot: _ServerSlot) -> str | None:
+        """Returns why a server ended as soon as that is known; None if it does not end within `EXIT_DELAY`."""
+        deadline = time.monotonic() + EXIT_DELAY
+        while time.monotonic() < deadline and not self._closing.wait(POLL_SECONDS / 2):
+            if problem := self._problem(slot):
+                return problem
+        return None
 
     def _replace(self, slot: _ServerSlot, problem: str, client: GenerationClient, *, in_use: bool) -> None:
         """Restarts the server of a slot, if it has restarts left."""
