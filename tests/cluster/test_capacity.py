@@ -107,6 +107,13 @@ def test_resource_needs_of_a_config(fake_ray: FakeRay, tmp_path: Path) -> None:
 def test_server_that_no_node_can_host_times_out_with_clear_error(
     fake_ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
     monkeypatch.setattr(supervisor, "WARN_SECONDS", 0.05)
     monkeypatch.setattr(supervisor, "POLL_SECONDS", 0.01)
     started = ServerSupervisor(

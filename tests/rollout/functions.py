@@ -138,8 +138,8 @@ def scripted_conversation(prompt: Any, completions: list[str], example: Mapping[
             time.sleep(60)
         case fault if fault in FAULTS:
             return FAULTS[fault]
-    if len(completions) == 1:
-        time.sleep(example.get("sleep", 0))
+    while len(completions) == 1 and "until" in example and not os.path.exists(example["until"]):
+        time.sleep(0.01)
     if len(completions) == example["turns"]:
         return {"reward": 1.0, "turns": len(completions)}
     heard = str(len(completions)) * example["length"]

@@ -21,7 +21,7 @@ from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task
 from tests.rollout.episodes import step
 
-LIMIT = 2.0  # seconds; what hangs is given up after so many
+LIMIT = 3.0  # seconds; what hangs is given up after so many
 
 
 class Counting:
@@ -66,7 +66,7 @@ class Counting:
 
 def counting(**settings: Any) -> AsyncEnvironment:
     tasks = [Task("count", {"start": start}, f"row {start}") for start in range(8)]
-    return AsyncEnvironment(tasks, Counting, name="Counting", **{"max_turns": 3, "timeout": LIMIT, **settings})
+    return AsyncEnvironment(tasks, Counting, name="Counting", **{"max_turns": 3, "timeout": 60.0, **settings})
 
 
 def test_an_episode_keeps_its_state_and_sums_its_rewards() -> None:
@@ -93,7 +93,7 @@ def test_an_episode_keeps_its_state_and_sums_its_rewards() -> None:
 
 
 def test_failed_episode_affects_no_other() -> None:
-    environment = counting()
+    environment = counting(timeout=LIMIT)
     kinds = {
         "raise": ("raised", "Counting failed: RuntimeError: no such thing"),
         "hang": ("timed_out", f"Counting took more than {LIMIT:g} s and was given up."),
@@ -127,7 +127,7 @@ def test_episode_that_calls_exit_affects_no_other(way: str) -> None:
 
 @pytest.mark.slow
 def test_episode_that_blocks_the_event_loop_is_abandoned() -> None:
-    environment = counting()
+    environment = counting(timeout=LIMIT)
     first, second = (environment.reset(environment.tasks[0]) for _ in range(2))
     (turn,) = step(environment, [first], ["block"])
     assert f"took more than {LIMIT:g} s and was given up" in str(turn.score and turn.score.error)

@@ -135,12 +135,12 @@ def test_requests_run_concurrently_up_to_the_limit_and_timeout() -> None:
         return "Score: 1"
 
     with judge_server(answer) as server:
-        reward = JudgeReward(server.url, "m", TEMPLATE, concurrency=3, timeout=1.0, retries=0)
+        reward = JudgeReward(server.url, "m", TEMPLATE, concurrency=3, timeout=3.0, retries=0)
         judged = scores(reward, *["x"] * 6, "slow", *["x"] * 6)
         released.set()
     assert server.max_running == 3
     assert [place for place, score in enumerate(judged) if score.error] == [6]
-    assert "failed on line 1: it gave no reply within 1 s" in str(judged[6].error)
+    assert "failed on line 1: it gave no reply within 3 s" in str(judged[6].error)
 
 
 def test_invalid_judge_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import json
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -85,6 +84,7 @@ class FakeVLLM:
             self.calls.append(path)
         broken_reply = self.broken_reply(path, body)
         if self.dead:
+            handler.close_connection = True
             return
         status = 400 if path == "/inference/v1/generate" and not body else 200
         try:
@@ -133,17 +133,13 @@ class FakeVLLM:
         """Closes the port and all connections, as SIGKILL does."""
         self.dead = True
         self.server.server_close()
-        for connection in self.connections:
+        for connection in list(self.connections):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+        threading.Thread(target=self.server.shutdown, daemon=True).start()
 
     def close(self) -> None:
         self.kill()
-        threading.Thread(target=self.server.shutdown, daemon=True).start()
-
-
-def slowly(seconds: float) -> Callable[[], None]:
-    return lambda: time.sleep(seconds)
 
 
 if __name__ == "__main__":  # python -m tests.serving.fake_vllm PORT [HOST]: a process of its own

@@ -25,7 +25,7 @@ from postlude.serving.clients.remote_server import Weights
 from postlude.serving.clients.sglang import SGLangAPI
 from postlude.serving.clients.vllm import VLLMAPI
 from postlude.serving.errors import ServerError, ServerUnavailable
-from tests.serving.fake_vllm import OLD, FakeVLLM, Refusal, deterministic_completion, slowly
+from tests.serving.fake_vllm import OLD, FakeVLLM, Refusal, deterministic_completion
 
 PROMPTS = [[index, 2 * index + 1] for index in range(40)]
 THREE = SamplingParams(max_new_tokens=3)
@@ -134,7 +134,16 @@ def test_requests_of_a_killed_server_go_to_another(two, engines) -> None:
     doomed, healthy = two
     engine = engines(*two)
     engine.connect()  # both, so that both get requests
-    doomed.before = after(5, doomed.kill)
+    killed = threading.Event()
+
+    def kill() -> None:
+        while doomed.answered < 5:
+            time.sleep(0.01)
+        doomed.kill()
+        killed.set()
+
+    doomed.before = after(5, kill)
+    healthy.before = lambda: None if killed.wait(300) else b"too late"
     check(engine)
     assert doomed.answered == 5
     assert healthy.answered >= len(PROMPTS) - 5
@@ -219,7 +228,9 @@ def test_close_cancels_running_requests(caplog) -> None:
 
 def test_a_slow_server_gets_fewer_requests(two, engines) -> None:
     slow, fast = two
-    slow.before, fast.before = slowly(0.1), slowly(0.005)
+    release = threading.Event()
+    slow.before = lambda: None if release.wait(300) else b"too late"
+    fast.before = after(30, release.set)
     engine = engines(*two)
     engine.connect()  # both, so that both get requests
     check(engine)
@@ -353,14 +364,14 @@ def test_a_server_that_cannot_read_weights_stays_paused_and_its_requests_go_to_o
     engine = engines(*two)
     engine.connect()
     started, release = threading.Event(), threading.Event()
-    two[0].before = two[1].before = lambda: started.set() or (release.wait(10) and None)
+    two[0].before = two[1].before = lambda: started.set() or (release.wait(300) and None)
     request_id = engine.submit(Request((1, 2), THREE))
     assert started.wait(10)
     busy, free = sorted(two, key=lambda candidate: candidate.calls.count("/inference/v1/generate"), reverse=True)
     free.before = lambda: None
     failing(busy, "/collective_rpc", 400, 1)
     engine.reload(Weights("/weights/1", "start.1"))
-    (finished,) = engine.poll(5.0)
+    (finished,) = engine.poll(300.0)
     release.set()
     assert (finished.request_id, finished.completion is not None, free.answered) == (request_id, True, 1)
     assert [server.state for server in engine.pool.servers if server.url == busy.url] == ["excluded"]

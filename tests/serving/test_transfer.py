@@ -189,7 +189,7 @@ def test_interrupted_receiver_is_sent_everything_again(ranks) -> None:
 def _left_in_the_middle(group: Any, url: str) -> list[Any]:
     engine = build("pp=1", ODD, compute_dtype=torch.bfloat16)
     with closing(GenerationClient([url], api="vllm", backoff=0.01)) as servers:
-        sync = NetworkSync(engine, servers, SyncOptions(Path(), "network", timeout=2.0))
+        sync = NetworkSync(engine, servers, SyncOptions(Path(), "network", timeout=5.0))
         with closing(sync):
             sync.sync("start.1")
             assert servers.pool.servers[0].state == "up"

@@ -12,9 +12,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from postlude.tinker import service as service_module
+from postlude.tinker import state as state_module
 from postlude.tinker.state import StateDirectory
 
 from .asgi_client import Client, running_server
@@ -175,16 +178,25 @@ def test_second_server_on_state_directory_is_refused(tmp_path: Path) -> None:
     reopened.close()
 
 
-def test_session_without_heartbeats_expires_and_others_stay(tmp_path: Path) -> None:
+def test_session_without_heartbeats_expires_and_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = 0.0  # seconds, besides those of this test
+    monkeypatch.setattr(
+        service_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed, time=time.time)
+    )
+    monkeypatch.setattr(service_module, "SWEEP_SECONDS", 0.01)
+
     async def run() -> None:
+        nonlocal passed
         backend = FakeBackend()
-        async with running_server(tmp_path, backend, session_seconds=0.4) as (app, _, service):
+        async with running_server(tmp_path, backend, session_seconds=300.0) as (app, _, service):
             silent, alive = await Client(app).open(), await Client(app).open()
             silent_model, alive_model = await silent.create_model(), await alive.create_model()
-            for _ in range(12):
+            for _ in range(4):
+                passed += 100.0
                 assert (await alive.post("session_heartbeat", {"session_id": alive.session})).status == 200
-                await asyncio.sleep(0.1)
-            assert ("remove", silent_model) in backend.calls
+            async with asyncio.timeout(60):
+                while ("remove", silent_model) not in backend.calls:
+                    await asyncio.sleep(0.01)
             assert ("remove", alive_model) not in backend.calls
             assert (await silent.post("session_heartbeat", {"session_id": silent.session})).status == 410
             answer = await silent.post("optim_step", {"model_id": silent_model, "seq_id": 1})
@@ -212,15 +224,20 @@ def test_a_finished_session_frees_its_models(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_checkpoint_is_deleted_after_its_time_to_live(tmp_path: Path) -> None:
+def test_checkpoint_is_deleted_after_its_time_to_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = 0.0  # seconds, besides those of this test
+    monkeypatch.setattr(state_module, "time", SimpleNamespace(time=lambda: time.time() + passed))
+    monkeypatch.setattr(service_module, "SWEEP_SECONDS", 0.5)
+
     async def run() -> None:
-        async with running_server(tmp_path, session_seconds=2.0) as (app, _, service):
+        nonlocal passed
+        async with running_server(tmp_path) as (app, _, service):
             client = await Client(app).open()
             model = await client.create_model()
-            body = {"model_id": model, "path": "short", "seq_id": 1, "ttl_seconds": 1}
+            body = {"model_id": model, "path": "short", "seq_id": 1, "ttl_seconds": 300}
             short = await client.call("save_weights", body)
             assert (await client.post("weights_info", {"tinker_path": short["path"]})).status == 200
-            await asyncio.sleep(1.0)
+            passed = 301.0
             assert (await client.post("weights_info", {"tinker_path": short["path"]})).status == 404
             async with asyncio.timeout(60):
                 while service.state.checkpoints or list((tmp_path / "runs" / model / "weights").iterdir()):

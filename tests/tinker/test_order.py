@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,14 @@ from postlude.tinker.wire import ForwardBackwardOutput
 
 from .asgi_client import Client, pass_body, running_server
 from .fake_backend import OTHER, FakeBackend
+
+
+async def until(reached: Callable[[], Any]) -> None:
+    """Waits for a state, and a little longer: so that what comes after it and should not is seen."""
+    async with asyncio.timeout(60):
+        while not reached():
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
 
 
 def test_requests_run_in_order_of_seq_id(tmp_path: Path) -> None:
@@ -137,7 +146,7 @@ def test_large_requests_are_staged_ahead_and_errors_reported_in_order(
             model = await client.create_model()
             ids = {seq: await client.run_pass(model, seq, float(seq)) for seq in range(2, PREPARED + 4) if seq != 3}
             ids[3] = await client.run_pass(model, 3)  # without data
-            await asyncio.sleep(0.2)
+            await until(lambda: len(read) > PREPARED and len(backend.staged) == PREPARED)
             assert sorted(read) == list(range(2, PREPARED + 3))
             assert len(backend.staged) == PREPARED  # not the one without data
             assert [call[0] for call in backend.calls] == ["create"]
@@ -150,7 +159,7 @@ def test_large_requests_are_staged_ahead_and_errors_reported_in_order(
             assert [call[2] for call in backend.calls if call[0] == "pass"] == [1.0, 2.0]
             for weights in [(), (1.0,)]:
                 await client.run_pass(model, PREPARED + 6 + len(weights), *weights)  # the ones before never come
-            await asyncio.sleep(0.2)
+            await until(lambda: PREPARED + 6 in read and backend.staged)
             assert sorted(read)[-2:] == [PREPARED + 6, PREPARED + 7]
             assert len(backend.staged) == 1
             await client.post(f"sessions/{client.session}/finish", {"reason": {"type": "success"}})
@@ -164,18 +173,21 @@ def test_large_requests_are_staged_ahead_and_errors_reported_in_order(
 def test_request_is_staged_once_few_requests_are_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_requests, "LARGE", 0)
 
+    def weights(backend: FakeBackend) -> set[float]:
+        return {staged.data[0].loss_fn_inputs["weights"].sum() for staged in backend.staged}
+
     async def run() -> None:
         async with running_server(tmp_path) as (app, backend, _):
             client = await Client(app).open()
             model = await client.create_model()
             backend.gate.clear()
             ids = [await client.run_pass(model, seq, float(seq)) for seq in range(1, PREPARED + 3)]
-            await asyncio.sleep(0.2)
-            assert {staged.data[0].loss_fn_inputs["weights"].sum() for staged in backend.staged} == {2, 3, 4, 5}
+            await until(lambda: weights(backend) == {2, 3, 4, 5})
+            assert weights(backend) == {2, 3, 4, 5}
             backend.gate.set(), backend.gate.clear()  # the first one ends, and the second waits
             await client.result(ids[0])
-            await asyncio.sleep(0.2)
-            assert {staged.data[0].loss_fn_inputs["weights"].sum() for staged in backend.staged} == {3, 4, 5, 6}
+            await until(lambda: weights(backend) == {3, 4, 5, 6})
+            assert weights(backend) == {3, 4, 5, 6}
             backend.gate.set()
 
     asyncio.run(run())

@@ -119,9 +119,10 @@ def test_staged_passes_equal_unstaged_and_are_lost_with_their_ranks(monkeypatch:
                 await backend.forward_backward("one", requests[1])
             assert np.array_equal(logprobs(await backend.forward_backward("one", requests[3])), expected)
             backend.stage("one", requests[2])  # there is room again
+            (process,) = (child for child in multiprocessing.active_children() if child not in others)
+            os.kill(process.pid or 0, signal.SIGSTOP)  # so that it is killed before it can reply
             running = asyncio.create_task(backend.forward_backward("one", PASS))
             await asyncio.sleep(0)
-            (process,) = (child for child in multiprocessing.active_children() if child not in others)
             os.kill(process.pid or 0, signal.SIGKILL)
             for lost in (running, backend.forward_backward("one", requests[2])):
                 with pytest.raises(ModelLost, match="its process was killed"):
