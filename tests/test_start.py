@@ -94,9 +94,10 @@ def test_torchrun_passes_options_after_two_dashes() -> None:
     assert (read.training_script, read.training_script_args) == ("postlude", words)
 
 
-def test_recompute_choices_are_the_same_everywhere() -> None:
-    from postlude.options import Recompute
+def test_choices_are_the_same_everywhere() -> None:
+    from postlude.options import Dtype, Recompute
     from postlude.recipes.config.settings import TrainingConfig
-    from postlude.verify.choices import RECOMPUTE
+    from postlude.verify.choices import TOLERANCES
 
-    assert get_args(get_type_hints(TrainingConfig)["recompute"]) == get_args(Recompute) == RECOMPUTE
+    assert get_args(get_type_hints(TrainingConfig)["recompute"]) == get_args(Recompute)
+    assert tuple(TOLERANCES) == get_args(Dtype)

@@ -16,21 +16,20 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from postlude.checks import USER_ERRORS, error_message
 from postlude.commands import load_command
 from postlude.error_output import print_error
 from postlude.hf.builtin import BUILTIN, PACKAGED
 from postlude.option_types import above_zero, count, count_from_zero, from_zero, layout, lora, port, seed
-from postlude.plan.hardware import HARDWARE
+from postlude.options import ZERO_BUBBLE, Dtype, Recompute
 from postlude.recipes.registry import RECIPES, Recipe, UserRecipe
 from postlude.recipes.run.outcome import EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, RunFailed
 from postlude.recipes.run.start_mode import resume_command
-from postlude.verify.choices import OBJECTIVES, OVERLAPS, RECOMPUTE, TOLERANCES
 from postlude.version import __version__
 
-DTYPES = tuple(TOLERANCES)
+DTYPES = get_args(Dtype)
 MODEL_HELP = (
     "a model directory (Hugging Face's or Postlude's own), ORG/NAME on the Hugging Face Hub, a .gguf file, or a "
     f"built-in model: {', '.join([*BUILTIN, *PACKAGED])}"
@@ -136,7 +135,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     file = words.pop(1) if words[:1] and words[0] in recipes and words[1:] and not words[1].startswith("-") else None
     recipes[DEMO] = DEMO_RECIPE
     file = DEMO if words[:1] == [DEMO] else file
-    parser, commands = _parser(recipes)
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    parser, commands = _parser(recipes, chosen)
     if words and not words[0].startswith("-") and words[0] not in commands:
         near = difflib.get_close_matches(words[0], commands, 1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(commands)}"
@@ -157,14 +157,16 @@ def _user_recipe(name: str) -> Recipe:
         sys.exit(EXIT_USER_ERROR)
 
 
-def _parser(recipes: Mapping[str, Recipe]) -> tuple[argparse.ArgumentParser, list[str]]:
+def _parser(recipes: Mapping[str, Recipe], chosen: str | None) -> tuple[argparse.ArgumentParser, list[str]]:
+    """Returns the parser, with the options of the chosen command, and the names of all commands."""
     parser = _Parser(prog="postlude", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"postlude {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
 
     def add(name: str, summary: str, add_arguments: Callable[[argparse.ArgumentParser], None]) -> None:
         command = commands.add_parser(name, help=summary, description=_sentence(summary))
-        add_arguments(command)
+        if name == chosen:
+            add_arguments(command)
         command.set_defaults(module=name, parser=command)
 
     add(
@@ -188,7 +190,8 @@ def _parser(recipes: Mapping[str, Recipe]) -> tuple[argparse.ArgumentParser, lis
             usage=f"postlude {name} {'' if name == DEMO else '[CONFIG] '}[--field value ...] [options]",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        _add_recipe(command)
+        if name == chosen:
+            _add_recipe(command)
         command.set_defaults(module="recipe", parser=command)
         command.recipe = recipe
     add("schema", "print a recipe's config as JSON Schema, for editors", _add_schema)
@@ -215,7 +218,7 @@ def _add_overlap(command: argparse.ArgumentParser) -> None:
         nargs="?",
         const=True,
         default=False,
-        choices=OVERLAPS,
+        choices=(ZERO_BUBBLE,),
         help="overlap the experts' all-to-all with compute; or fill the pipeline bubble with weight gradients",
     )
 
@@ -226,7 +229,7 @@ def _add_lora(command: argparse.ArgumentParser, purpose: str) -> None:
 
 def _add_recompute(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--recompute", choices=RECOMPUTE, default="none", help="activations to recompute in the backward"
+        "--recompute", choices=get_args(Recompute), default="none", help="activations to recompute in the backward"
     )
 
 
@@ -288,6 +291,8 @@ def _add_report(command: argparse.ArgumentParser) -> None:
 
 
 def _add_verify(command: argparse.ArgumentParser) -> None:
+    from postlude.verify.choices import OBJECTIVES, TOLERANCES
+
     option = command.add_argument
     _add_model(command, "; or a config.json, for random weights")
     chosen = command.add_mutually_exclusive_group(required=True)
@@ -397,6 +402,8 @@ def _add_trace(command: argparse.ArgumentParser) -> None:
 
 
 def _add_plan(command: argparse.ArgumentParser) -> None:
+    from postlude.plan.hardware import HARDWARE
+
     option = command.add_argument
     _add_model(command, "; or a config.json alone")
     option("--layout", metavar="pp=2,ep=8", help="parallel layout (default: data-parallel only)")

@@ -21,6 +21,8 @@ DeviceKind = Literal["cpu", "cuda"]
 """The kind of a device."""
 TrainedTurns = Literal["all", "last"]
 """The assistant's turns of a conversation that are trained on."""
+Dtype = Literal["float32", "bfloat16", "float16"]
+"""A dtype to compute in."""
 Recompute = Literal["none", "selective", "full"]
 """What a backward recomputes instead of keeping it."""
 MomentStorage = Literal["fp32", "8bit"]

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import get_args
 
 from postlude.layout import Layout
 from postlude.objectives import SFT, Objective, PolicyGradient, Preference, ReferenceKL
-from postlude.options import ZERO_BUBBLE, Recompute
-
-RECOMPUTE = get_args(Recompute)
-OVERLAPS = (ZERO_BUBBLE,)  # other than true and false
 
 # Relative to the largest value. Half precision rounds each rank's part, so layouts differ by a few roundings.
 TOLERANCES: Mapping[str, float] = MappingProxyType({"float32": 1e-5, "bfloat16": 3e-2, "float16": 5e-3})
