@@ -180,8 +180,9 @@ def test_workers_wait_for_resources_with_warning_then_error(caplog: pytest.LogCa
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_server_shares_gpu_with_rank(tmp_path: Path) -> None:
+def test_server_shares_gpu_with_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses a Ray instance that is configured with one GPU; no real GPU is needed."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     ray = pytest.importorskip("ray", reason="needs ray: pip install 'postlude[ray]'")
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as place:
         ray.init("local", num_cpus=4, num_gpus=1, _temp_dir=place, **QUIET)
