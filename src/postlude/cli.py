@@ -135,7 +135,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     file = words.pop(1) if words[:1] and words[0] in recipes and words[1:] and not words[1].startswith("-") else None
     recipes[DEMO] = DEMO_RECIPE
     file = DEMO if words[:1] == [DEMO] else file
-    chosen = next((word for word in words if not word.startswith("-")), None)
+    chosen = next((word for word in words if not word.startswith("-")), "")
     parser, commands = _parser(recipes, chosen)
     if words and not words[0].startswith("-") and words[0] not in commands:
         near = difflib.get_close_matches(words[0], commands, 1)
@@ -157,15 +157,15 @@ def _user_recipe(name: str) -> Recipe:
         sys.exit(EXIT_USER_ERROR)
 
 
-def _parser(recipes: Mapping[str, Recipe], chosen: str | None) -> tuple[argparse.ArgumentParser, list[str]]:
-    """Returns the parser, with the options of the chosen command, and the names of all commands."""
+def _parser(recipes: Mapping[str, Recipe], chosen: str | None = None) -> tuple[argparse.ArgumentParser, list[str]]:
+    """Returns the parser, with the options of the chosen command or of all, and the names of all commands."""
     parser = _Parser(prog="postlude", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"postlude {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
 
     def add(name: str, summary: str, add_arguments: Callable[[argparse.ArgumentParser], None]) -> None:
         command = commands.add_parser(name, help=summary, description=_sentence(summary))
-        if name == chosen:
+        if chosen in (name, None):
             add_arguments(command)
         command.set_defaults(module=name, parser=command)
 
@@ -190,7 +190,7 @@ def _parser(recipes: Mapping[str, Recipe], chosen: str | None) -> tuple[argparse
             usage=f"postlude {name} {'' if name == DEMO else '[CONFIG] '}[--field value ...] [options]",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        if name == chosen:
+        if chosen in (name, None):
             _add_recipe(command)
         command.set_defaults(module="recipe", parser=command)
         command.recipe = recipe
