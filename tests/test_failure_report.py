@@ -99,7 +99,8 @@ def test_one_rank_collects_the_status_of_all_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_unresponsive_investigating_rank_is_named() -> None:
+def test_unresponsive_investigating_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure_report, "VERDICT", 0.5)
     store = CountingStore()
     ranks = [FailureReporter(rank, 3, 600.0, store.of(rank)) for rank in range(3)]
     store.store.set("investigator", "2")  # and it was killed before it could tell

@@ -229,7 +229,7 @@ def test_the_supervisor_continues_after_an_error_of_a_launcher(tmp_path: Path, m
     assert heard[0] == "http://8000 cannot be watched: no such actor"
     heard.clear()
     engine.pool.servers = [SimpleNamespace(url="http://8000", state="unavailable", problem="cannot be reached")]
-    known = iter([None, None])
+    known = iter([None] * 6)
     dying = FakeLauncher(lambda: next(known, "was ended by signal 9"), lambda: None)
     with closing(ServerSupervisor(FAKE, 1, dying)) as started:
         started.start()

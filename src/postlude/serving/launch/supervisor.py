@@ -122,7 +122,9 @@ class ServerSupervisor:
                         problem = self._wait_for_exit(slot) or problem  # an exit reason says more
                 except Exception as error:  # from any launcher: the other servers are still watched
                     problem = f"cannot be watched: {error}"
-                if problem and not self._closing.is_set():
+                if self._closing.is_set():
+                    return
+                if problem:
                     self._replace(slot, problem, client, in_use=not starting)
                 elif starting and slot.deadline is None:
                     client.add_server(slot.process.url)
