@@ -226,10 +226,21 @@ def refuse(group: Any, directory: str) -> dict[str, str]:
     engine = build("", SOURCES["dense"])
     engine.save(f"{directory}/adapters")
     other_engine = Engine(SOURCES["dense"], mesh=mesh(Layout()), budget=BUDGET, seed=1, lora=RANK4, optimizer=DAMPED)
+    reordered = build("", SOURCES["dense"])
+    for name, tensor in reordered.tensors.items():
+        if not is_adapter(name):
+            tensor.detach().copy_(tensor.detach().flatten().flip(0).view_as(tensor))
+    state = json.loads(Path(f"{directory}/adapters/state.json").read_text())
+    Path(f"{directory}/earlier").mkdir()
+    for file in state["files"]:
+        Path(f"{directory}/earlier/{file}").hardlink_to(f"{directory}/adapters/{file}")
+    Path(f"{directory}/earlier/state.json").write_text(json.dumps(state | {"base": "0123456789abcdef"}))
     full_engine = Engine(SOURCES["dense"], mesh=mesh(Layout()), budget=BUDGET, optimizer=DAMPED)
     full_engine.save(f"{directory}/model")
     return {
         "another base": error_text(lambda: other_engine.load(f"{directory}/adapters")),
+        "a reordered base": error_text(lambda: reordered.load(f"{directory}/adapters")),
+        "an earlier version": error_text(lambda: engine.load(f"{directory}/earlier")),
         "no lora": error_text(lambda: full_engine.load(f"{directory}/adapters")),
         "a model": error_text(lambda: engine.load(f"{directory}/model")),
         "split": error_text(lambda: build("", SOURCES["dense"], weights="split")),
@@ -240,6 +251,8 @@ def refuse(group: Any, directory: str) -> dict[str, str]:
 def test_invalid_lora_calls_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     (actual,) = ranks(1, refuse, str(tmp_path))
     assert "of another base model" in actual["another base"]
+    assert "of another base model" in actual["a reordered base"]
+    assert "was written by an earlier version of Postlude" in actual["an earlier version"]
     assert "holds LoRA adapters only" in actual["no lora"]
     assert "holds a whole model" in actual["a model"]
     assert "weights='split'" in actual["split"]

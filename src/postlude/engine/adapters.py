@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from postlude.engine.checkpoint_checks import check_adapter
+from postlude.engine.checkpoint_checks import FINGERPRINT_KIND, check_adapter
 from postlude.engine.failure_state import FailureState
 from postlude.engine.stages import StageBuilder, Stages
 from postlude.engine.streaming import (
@@ -26,7 +25,8 @@ from postlude.engine.streaming import (
     stream,
 )
 from postlude.engine.training_state import TrainingState
-from postlude.hf.family import Family, map_to_hf
+from postlude.hf.checksum import name_weight, position_sum
+from postlude.hf.family import NOT_IN_HF, Family, map_to_hf
 from postlude.hf.lora_targets import adapter_configs
 from postlude.hf.peft import base_entries, read_adapter, to_peft, write_adapter
 from postlude.hf.read_peft import from_peft
@@ -43,7 +43,6 @@ from postlude.world.mesh import Mesh
 
 DEFAULT = "default"
 """The name of the adapter of `Engine(lora=LoRA(...))`."""
-FINGERPRINT_BITS = 63
 
 
 class AdaptedModel(DistributedModel, Protocol):
@@ -289,12 +288,14 @@ def load_adapter(engine: AdaptedModel, directory: str | os.PathLike[str], *, nam
 
 @torch.no_grad()
 def base_fingerprint(tensors: Mapping[str, Tensor], mesh: Mesh, shared_parameters: Collection[str]) -> str:
-    """Returns a sum over all weights of the base, rounded to bf16: the same in every layout. Every rank calls it."""
+    """Returns a digest of the base's weights, rounded to bf16: the same in every layout. Every rank calls it."""
     total = torch.zeros((), dtype=torch.int64, device=device_of(tensors, mesh))
     for name, tensor in tensors.items():
-        if not is_adapter(name) and tensor.is_floating_point() and is_owner(name, tensor, mesh, shared_parameters):
+        in_base = tensor.is_floating_point() and not is_adapter(name) and name not in NOT_IN_HF
+        if in_base and is_owner(name, tensor, mesh, shared_parameters):
             bits = local_shard(tensor).to(torch.bfloat16).contiguous().view(torch.int16)
-            total += bits.sum(dtype=torch.int64) * zlib.crc32(name.encode())
+            start = tuple(part.start for part in region(tensor))
+            total += position_sum(bits, tensor.shape, start) * name_weight(name)
     if dist.is_initialized():
         dist.all_reduce(total)
-    return f"{int(total) % (1 << FINGERPRINT_BITS):016x}"
+    return f"{FINGERPRINT_KIND}{int(total) % (1 << 64):016x}"
