@@ -26,6 +26,16 @@ from postlude.recipes.registry import RECIPES
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
+ADVANTAGES = ("grpo", "rloo", "reinforce_plus_plus", "whiten", "gae")
+SAMPLING = (
+    "generator.Generator",
+    "distributed.SyncedGenerator",
+    "sampling_params.SamplingParams",
+    "protocol.Completion",
+    "protocol.Request",
+    "session.Session",
+)
+SHIM, VENDORED_SHIM = "https://unpkg.com/iframe-worker/shim", "vendor/iframe-worker.js"
 SITE_PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
 
 
@@ -70,7 +80,8 @@ def _help(command: argparse.ArgumentParser) -> str:
 def config() -> str:
     """Returns the page of every config key, by recipe."""
     lines = ["# Config keys", "", "Keys of a config file by recipe; `--key value` overrides them. A key in parentheses"]
-    lines += ["belongs to that kind of its section. `postlude schema RECIPE` prints a JSON Schema for editors.", ""]
+    lines += ["belongs to that kind of its section. `postlude schema RECIPE` prints a JSON Schema for editors."]
+    lines += ["Every key is a link to itself.", ""]
     for name, recipe in RECIPES.items():
         lines += [
             f"## {name}",
@@ -83,7 +94,9 @@ def config() -> str:
         for option in options(recipe.config):
             kind = f" ({option.kind})" if option.kind else ""
             default = "required" if option.default is MISSING else f"`{json.dumps(option.default, default=str)}`"
-            cells = [f"`{option.path}`{kind}", type_text(option.node), default, option.help]
+            anchor = ".".join(filter(None, (name, option.path, option.kind)))
+            key = f'<a id="{anchor}"></a>[`{option.path}`](#{anchor}){kind}'
+            cells = [key, type_text(option.node), default, option.help]
             lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines)
@@ -95,18 +108,25 @@ def api() -> str:
     lines = [
         "# Python API",
         "",
-        "The public names of `postlude`, of `postlude.objectives` and of `postlude.recipes`.",
+        "The public names of `postlude`, of `postlude.objectives` and of `postlude.recipes`, and what [a loop of your",
+        "own](../own-loop.md) needs to sample.",
         "",
     ]
+    advantages = "postlude.objectives.advantages"
     sections = {
         "postlude": [homes[name] for name in postlude.__all__],
         "postlude.objectives": [f"postlude.objectives.{name}" for name in objective_names],
+        advantages: [f"{advantages}.{name}" for name in ADVANTAGES],
+        "postlude.generate": [f"postlude.generate.{name}" for name in SAMPLING],
         "postlude.recipes": [f"postlude.recipes.api.{name}" for name in recipe_names],
     }
     for heading, names in sections.items():
         lines += [f"## {heading}", ""]
         for name in names:
             lines += [f"::: {name}", ""]
+            recipe = {"evaluate": "eval"}.get(name.rpartition(".")[2], name.rpartition(".")[2])
+            if heading == "postlude.recipes" and recipe in RECIPES:
+                lines += [f"Its keyword arguments are the [config keys of {recipe}](config.md#{recipe}).", ""]
     return "\n".join(lines)
 
 
@@ -190,6 +210,16 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Makes the links of a page work in the site."""
     return links_inside(markdown, page.file.src_uri)[0]
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Lets a page load the copy of the theme's shim that is in the site: search on disk then needs no other host."""
+    return output.replace(SHIM, relpath(VENDORED_SHIM, dirname(page.file.dest_uri) or "."))
+
+
+def on_post_template(output: str, template_name: str, config: Any) -> str:
+    """Does the same in pages that are not made from Markdown. A server may show 404.html at any path."""
+    return output.replace(SHIM, f"/{VENDORED_SHIM}")
 
 
 def _pages() -> Iterator[tuple[str, str]]:

@@ -59,7 +59,9 @@ def test_the_reference_has_every_command_key_and_public_name() -> None:
     for name, recipe in RECIPES.items():
         section = config.split(f"\n## {name}\n", 1)[1].split("\n## ", 1)[0]
         for option in options(recipe.config):
-            assert f"| `{option.path}`" in section
+            assert f"[`{option.path}`](#{name}.{option.path}" in section
+    anchors = re.findall(r'<a id="([^"]+)">', config)
+    assert len(anchors) == len(set(anchors)) == len(re.findall(r"^\| <a id=", config, re.MULTILINE))
     for name in postlude.__all__:
         assert re.search(rf"^::: postlude\.[\w.]+\.{name}$", api, re.MULTILINE), name
 
@@ -84,12 +86,18 @@ def test_the_site_builds_without_a_warning_or_a_request(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     pages = {str(path.relative_to(tmp_path / "site")) for path in (tmp_path / "site").rglob("*.html")}
-    assert {"index.html", "tutorial/index.html", "reference/api/index.html", "notebooks/grpo/index.html"} <= pages
+    assert {"index.html", "tutorial.html", "reference/api.html", "notebooks/grpo.html"} <= pages
     for page in pages:
         html = (tmp_path / "site" / page).read_text()
         loaded = re.findall(r'<(?:script|link|img)\b[^>]*?(?:src|href)="(https?://[^"]+)"', html)
         assert not loaded, f"{page} loads {loaded}"
-    assert 'id="postlude.engine.Engine.forward_backward"' in (tmp_path / "site/reference/api/index.html").read_text()
+    api = (tmp_path / "site/reference/api.html").read_text()
+    assert 'id="postlude.engine.Engine.forward_backward"' in api
+    constructor = re.search(r'id="postlude.generate.generator.Generator".*?</code></pre>', api, re.DOTALL)
+    assert constructor is not None
+    assert {"max_batch_tokens", "eos_tokens"} <= set(re.findall(r"\w+", constructor[0]))
+    assert (tmp_path / "site/search/search_index.js").is_file(), "the search needs a server"
+    assert 'src="../vendor/iframe-worker.js"' in api
 
 
 def tutorial() -> list[str]:
