@@ -20,7 +20,7 @@ from postlude.hf.tokenizer import byte_tokenizer
 from postlude.layout import Layout
 from postlude.model.parallel import local_shard
 from postlude.plan.memory import estimate_memory
-from postlude.recipes.checks.preflight import Check, PreflightError, preflight
+from postlude.recipes.checks.preflight import Check, PreflightError, busy_cpu_warning, preflight
 from postlude.recipes.checks.second_model import check_teacher_tokens
 from tests.conftest import Ranks
 
@@ -49,6 +49,13 @@ def test_the_preflight_reports_all_mistakes_but_none_that_follows_from_another()
         preflight(checks)
     assert str(raised.value) == "the second is wrong.\nthe fourth is wrong."
     assert preflight(checks[:1]) == {"one": "fine"}
+
+
+def test_a_busy_machine_is_named_unless_the_threads_are_chosen() -> None:
+    assert "load 7.9 on 4 cores" in busy_cpu_warning(7.9, 4, {})
+    assert not busy_cpu_warning(7.9, 4, {"OMP_NUM_THREADS": "4"})
+    assert not busy_cpu_warning(1.0, 4, {})
+    assert not busy_cpu_warning(7.9, 1, {})  # one core has one thread
 
 
 def test_an_internal_error_is_not_reported_as_a_user_error() -> None:

@@ -6,6 +6,7 @@ run, so that one start reports every mistake. A check that depends on a failed o
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,6 +54,7 @@ from postlude.recipes.run.directory import check_run
 from postlude.recipes.run.lock import LOCK, RunLock
 from postlude.recipes.run.loggers import check_loggers
 
+LOG = logging.getLogger(__name__)
 SAVED_NUMBERS = 3  # of each parameter in a checkpoint: itself and at most two of the optimizer's
 
 
@@ -246,7 +248,24 @@ def _device(start: LaunchInfo) -> str:
             f"device is cuda, but torch {torch.__version__} sees no GPU on this machine. Use --device cpu, or "
             "install a torch with CUDA and look at nvidia-smi."
         )
-    return f"{torch.cuda.device_count()} GPU(s)" if device == "cuda" else device
+    if device == "cuda":
+        return f"{torch.cuda.device_count()} GPU(s)"
+    if warning := busy_cpu_warning(os.getloadavg()[0], len(os.sched_getaffinity(0)), os.environ):
+        LOG.warning("%s", warning)
+    return device
+
+
+def busy_cpu_warning(load: float, cores: int, environment: Mapping[str, str]) -> str:
+    """Returns a warning about CPU threads that will wait for busy cores; empty if most cores are free or one is used.
+
+    OpenMP's threads wait for each other after every operation, so one that has no core delays all.
+    """
+    if "OMP_NUM_THREADS" in environment or cores == 1 or load <= cores / 2:
+        return ""
+    return (
+        f"this machine is busy (load {load:.1f} on {cores} cores), and torch's threads slow each other down where "
+        "cores are not free. OMP_NUM_THREADS=1 before the command may make a small model several times faster."
+    )
 
 
 def _run(inputs: PreflightInputs) -> str:
