@@ -19,6 +19,7 @@ from postlude.rollout.environments import SingleTurn
 from postlude.rollout.judge import JudgeReward
 from postlude.rollout.tasks import Task
 from postlude.rollout.verdict import Verdict
+from postlude.serving.json_reply import write_json
 from tests.generate.test_session import sharp
 from tests.rollout.episodes import step
 from tests.serving.test_generation_server import open_request, request_json, serving, until
@@ -238,3 +239,9 @@ def test_streamed_text_holds_back_partial_characters_and_stop_strings() -> None:
         assert "".join(pieces) == text.encode()[:count].decode(errors="ignore")[:-2], "the rest may begin END"
     assert "".join(pieces) == text[:-2]
     assert stream.add([], text[:-2] + "EN") == "EN"
+
+
+def test_reply_has_null_for_numbers_that_json_lacks() -> None:
+    assert write_json({"a": [float("inf"), (float("nan"), 1.5)], "b": -float("inf")}) == (
+        b'{"a": [null, [null, 1.5]], "b": null}'
+    )

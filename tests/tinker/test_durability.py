@@ -235,6 +235,10 @@ def test_checkpoint_is_deleted_after_its_time_to_live(tmp_path: Path, monkeypatc
             client = await Client(app).open()
             model = await client.create_model()
             body = {"model_id": model, "path": "short", "seq_id": 1, "ttl_seconds": 300}
+            for seconds in (10**10, 2**62, 10**400):
+                refused = await client.post("save_weights", body | {"ttl_seconds": seconds, "seq_id": 2})
+                assert refused.status == 400
+                assert "ttl_seconds is 1" in refused.json["error"] or "ttl_seconds is 4" in refused.json["error"]
             short = await client.call("save_weights", body)
             assert (await client.post("weights_info", {"tinker_path": short["path"]})).status == 200
             passed = 301.0

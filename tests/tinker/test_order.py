@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 
 from postlude.tinker import model_requests, wire
-from postlude.tinker.backend import ModelLost
+from postlude.tinker.app import PROTOBUF
+from postlude.tinker.backend import AdamParams, ModelLost
 from postlude.tinker.training import PREPARED
 from postlude.tinker.wire import ForwardBackwardOutput
 
 from .asgi_client import Client, pass_body, running_server
-from .fake_backend import OTHER, FakeBackend
+from .fake_backend import BASE, OTHER, FakeBackend
 
 
 async def until(reached: Callable[[], Any]) -> None:
@@ -65,6 +67,48 @@ def test_a_retried_request_runs_once_and_gets_the_same_result(tmp_path: Path) ->
             other = await client.post("optim_step", {"model_id": model, "seq_id": 1})
             assert other.status == 400
             assert "was a forward_backward" in other.json["error"]
+
+    asyncio.run(run())
+
+
+def test_repeated_number_with_other_content_is_refused(tmp_path: Path) -> None:
+    """Two clients of one model count alike: neither gets the other's results."""
+
+    async def run() -> None:
+        async with running_server(tmp_path) as (app, backend, _):
+            client = await Client(app).open()
+            model = await client.create_model()
+            await client.result(await client.run_pass(model, 1, 3.0))
+            await client.result(await client.step(model, 2))
+            save = {"model_id": model, "seq_id": 3, "path": "a"}
+            await client.call("save_weights", save)
+            create = {"session_id": client.session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 8}}
+            for path, body in (
+                ("forward_backward", pass_body(model, 1, 4.0)),
+                ("forward_backward", pass_body(model, 1, *[3.0 / 2**15] * 2**15)),  # read by a thread
+                ("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 2.0}}),
+                ("save_weights", save | {"path": "b"}),
+                ("create_model", create),
+            ):
+                refused = await client.post(path, body, content_type=PROTOBUF if path == "forward_backward" else "")
+                assert refused.status == 400
+                assert "another client has used this number" in refused.json["error"]
+            assert [call[0] for call in backend.calls] == ["create", "pass", "step", "save_state"]
+
+    asyncio.run(run())
+
+
+def test_skipped_step_is_reported_in_numbers_that_json_has(tmp_path: Path) -> None:
+    class Overflowing(FakeBackend):
+        async def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
+            return {"grad_norm": math.inf, "step": 0.0, "skipped": 1.0}
+
+    async def run() -> None:
+        async with running_server(tmp_path, Overflowing()) as (app, _, _service):
+            client = await Client(app).open()
+            result = await client.result(await client.step(await client.create_model(), 1))
+            assert result["metrics"] == {"step": 0.0, "skipped": 1.0}
+            assert "their norm is inf" in result["reason"]
 
     asyncio.run(run())
 

@@ -57,11 +57,16 @@ def test_a_retried_sample_runs_once(tmp_path: Path) -> None:
             client = await Client(app).open()
             sampler = await open_sampler(client)
             assert await open_sampler(client) == sampler
+            other = {"session_id": client.session, "sampling_session_seq_id": 0, "base_model": OTHER}
+            assert "samples other weights" in (await client.post("create_sampling_session", other)).json["error"]
             first = (await client.post("asample", sample(sampler, 0))).json
             repeated = (await client.post("asample", sample(sampler, 0))).json
             assert repeated == first
             result = await client.result(first["request_id"])
             assert await client.result(first["request_id"]) == result
+            refused = await client.post("asample", sample(sampler, 0, tokens=[3]))
+            assert refused.status == 400
+            assert "another client has used this number" in refused.json["error"]
             await client.call("asample", sample(sampler, 1_000_000_000))
             assert [call[0] for call in backend.calls].count("sample") == 2
             assert [call[0] for call in backend.calls].count("open_sampler") == 1
@@ -85,6 +90,9 @@ SPARSE = {"data": [1], "dtype": "int64", "shape": [1, 2], "sparse_col_indices": 
         ({"sampling_params": {"max_tokens": CONTEXT}}, "has room for 62"),
         ({"sampling_params": {"top_p": 0}}, "top_p is 0"),
         ({"sampling_params": {"stop": [1, "a"]}}, "stop"),
+        ({"sampling_params": {"seed": 10**30}}, "seed is 1000000"),
+        ({"sampling_params": {"top_k": 2**31}}, "top_k is 2147483648"),
+        ({"target_prompt_logprobs": {"data": [10**30], "dtype": "int64", "shape": [1, 1]}}, "data.0 is 1000000"),
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 2}, "prompt_logprobs_last_n is 2"),
         ({"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [2, 1]}}, "give [1, K]"),
         ({"target_prompt_logprobs": {**SPARSE, "sparse_crow_indices": []}}, "is not a sparse matrix"),

@@ -21,10 +21,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from postlude.serving.json_reply import write_json
 from postlude.serving.request_body import parse
 from postlude.tinker import bodies, wire
 from postlude.tinker.errors import APIError
-from postlude.tinker.futures import JSON, Future
+from postlude.tinker.futures import JSON, Future, digest
 from postlude.tinker.model_requests import ModelRequests
 from postlude.tinker.paths import TinkerPath
 from postlude.tinker.records import Records
@@ -66,10 +67,18 @@ class Keys:
         return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:24]
 
 
+class JSONReply(JSONResponse):
+    """A reply that `write_json` writes."""
+
+    def render(self, content: JSON) -> bytes:
+        """Returns the body."""
+        return write_json(content)
+
+
 def error_response(error: APIError) -> Response:
     """Returns the reply of a refused request."""
     headers = {"retry-after": f"{error.retry_after:g}"} if error.retry_after is not None else None
-    return JSONResponse({"error": str(error)}, status_code=error.status, headers=headers)
+    return JSONReply({"error": str(error)}, status_code=error.status, headers=headers)
 
 
 class TinkerApp:
@@ -162,7 +171,7 @@ class TinkerApp:
                     reply = await reply
             except APIError as error:
                 return error_reply(error)
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, OverflowError) as error:
                 return error_reply(APIError(400, str(error)))
             except ClientDisconnect:
                 return Response(status_code=400)
@@ -173,7 +182,7 @@ class TinkerApp:
                 return Response(status_code=204)
             if isinstance(reply, Future):  # its result is fetched later
                 reply = {"request_id": reply.request_id} | reply.reply
-            return reply if isinstance(reply, Response) else JSONResponse(reply)
+            return reply if isinstance(reply, Response) else JSONReply(reply)
 
         return endpoint
 
@@ -215,7 +224,7 @@ class TinkerApp:
         model = self.service.training.models.get(named[0]) if named is not None else None
         if named is not None and model is not None and model.owner == self._keys.owner(request.headers):
             sentence = f"the pass has more than {self.service.limits.body_bytes} bytes, which is the server's limit."
-            self.service.training.refuse(model, named[1], "forward_backward", sentence, "pass")
+            self.service.training.refuse(model, named[1], "forward_backward", digest(head), sentence, "pass")
 
     def _with_body(self, schema: type[Schema], action: Callable[[str, Schema], HandlerResult]) -> Handler:
         """Returns a handler that reads the body of a request and calls `action(owner, body)`."""
@@ -238,7 +247,7 @@ class TinkerApp:
                     which = parse(bodies.TrainingBody, raw)
                     model = self.service.model(owner, which.model_id)
                     role: OperationRole = "step" if kind == "optim_step" else "other"
-                    self.service.training.refuse(model, which.seq_id, kind, str(error), role)
+                    self.service.training.refuse(model, which.seq_id, kind, digest(raw), str(error), role)
                 raise
             return await action(owner, body)
 
@@ -254,7 +263,7 @@ class TinkerApp:
         return handle
 
     async def _health(self, _: Request) -> Response:
-        return JSONResponse({"status": "ok"})
+        return JSONReply({"status": "ok"})
 
     async def _unknown(self, request: Request, _: str) -> HandlerReply:
         raise APIError(404, f"{request.method} {request.url.path} is not supported by this server.")
@@ -295,7 +304,7 @@ class TinkerApp:
                 "queue_state": state,
                 "queue_state_reason": reason,
             }
-            return JSONResponse(pending, status_code=408)
+            return JSONReply(pending, status_code=408)
         future.fetched = time.monotonic()
         if future.failure is not None:
             return {"error": future.failure.sentence, "category": future.failure.category}

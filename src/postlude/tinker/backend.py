@@ -63,7 +63,7 @@ class LoRAConfig:
     """The adapters of a model, as a client asks for them. Bounds are checked where a request is read."""
 
     rank: Annotated[int, Field(ge=1, le=4096)]
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     train_mlp: bool = True
     train_attn: bool = True
     train_unembed: bool = True

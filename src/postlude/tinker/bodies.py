@@ -25,6 +25,8 @@ class TinkerBody(BaseModel):
 
 
 Sequential = Annotated[int, Field(ge=0, le=INT32)]
+Seconds = Annotated[int, Field(ge=1, le=100 * 366 * 24 * 3600)]  # up to 100 years, which a date can be
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
 class ClientConfigBody(TinkerBody):
@@ -108,7 +110,7 @@ class SaveBody(TrainingBody):
     """POST save_weights, save_weights_for_sampler and save_weights_external."""
 
     path: str | None = None
-    ttl_seconds: Annotated[int, Field(ge=1)] | None = None
+    ttl_seconds: Seconds | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
     sampling_session_seq_id: Sequential | None = None
@@ -138,7 +140,7 @@ class PathBody(TinkerBody):
 class TTLBody(TinkerBody):
     """PUT …/ttl."""
 
-    ttl_seconds: Annotated[int, Field(ge=1)] | None = None
+    ttl_seconds: Seconds | None = None
 
 
 class SamplingSessionBody(TinkerBody):
@@ -192,12 +194,12 @@ class SamplingParamsBody(TinkerBody):
     """How a request samples."""
 
     max_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
-    seed: int | None = None
+    seed: Int64 | None = None
     stop: Annotated[
         str | tuple[str, ...] | tuple[int, ...] | None, Field(description="text, a list of texts, or a list of tokens")
     ] = None
     temperature: Annotated[float, Field(ge=0)] = 1.0
-    top_k: int = -1
+    top_k: Annotated[int, Field(ge=-1, le=INT32)] = -1
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     def sampling(self, room: int) -> SamplingParams:
@@ -222,10 +224,10 @@ class SamplingParamsBody(TinkerBody):
 class TensorBody(TinkerBody):
     """A tensor in JSON."""
 
-    data: tuple[int, ...]
-    shape: tuple[int, ...] | None = None
-    sparse_crow_indices: tuple[int, ...] | None = None
-    sparse_col_indices: tuple[int, ...] | None = None
+    data: tuple[Int64, ...]
+    shape: tuple[Int64, ...] | None = None
+    sparse_crow_indices: tuple[Int64, ...] | None = None
+    sparse_col_indices: tuple[Int64, ...] | None = None
 
     def targets(self, rows: int) -> NDArray[np.int64]:
         """Returns token ids [rows, K], with -1 where a sparse tensor has no entry."""

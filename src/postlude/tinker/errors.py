@@ -18,7 +18,7 @@ class APIError(Exception):
 
 def describe_failure(error: Exception) -> tuple[str, Literal["user", "server"]] | None:
     """Returns a sentence about an error that was foreseen, and whose fault it is; None for any other."""
-    if isinstance(error, (ValueError, TypeError)):
+    if isinstance(error, (ValueError, TypeError, OverflowError)):
         return str(error), "user"
     if isinstance(error, APIError):
         return str(error), "user" if error.status < 500 else "server"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from postlude.tinker.errors import APIError
 from postlude.tinker.limits import Limits
 
 Category = Literal["user", "server", "unknown"]
@@ -28,6 +30,8 @@ class Future:
     request_id: str
     owner: str
     kind: str
+    content: bytes = b""
+    """The digest of the request, see `digest`."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     result: JSON | bytes | None = None
     failure: Failure | None = None
@@ -54,6 +58,11 @@ class Future:
         return len(self.result) if isinstance(self.result, bytes) else 256
 
 
+def digest(content: bytes) -> bytes:
+    """Returns a digest of a request, by which one that is sent again is told from another with its number."""
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
 class FutureStore:
     """Futures by request id, kept until some time after they were fetched."""
 
@@ -63,10 +72,21 @@ class FutureStore:
         self._closed = False
         self._polls: set[asyncio.Timeout] = set()
 
-    def add(self, request_id: str, owner: str, kind: str) -> Future:
+    def add(self, request_id: str, owner: str, kind: str, content: bytes) -> Future:
         """Adds a future that is not done."""
         assert request_id not in self._futures
-        future = self._futures[request_id] = Future(request_id, owner, kind)
+        future = self._futures[request_id] = Future(request_id, owner, kind, content)
+        return future
+
+    def find(self, request_id: str, kind: str, content: bytes) -> Future | None:
+        """Returns the future of a request that is sent again. Refuses another request with the same number."""
+        future = self._futures.get(request_id)
+        if future is not None and (future.kind, future.content) != (kind, content):
+            raise APIError(
+                400,
+                f"{request_id} was a {future.kind} with other content: another client has used this number. Give each "
+                "client a model or sampler of its own.",
+            )
         return future
 
     def get(self, request_id: str) -> Future | None:

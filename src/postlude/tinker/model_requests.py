@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
+from pydantic import BaseModel
+
 from postlude.tinker import bodies
 from postlude.tinker.backend import AdamParams, ModelSpec, PassRequest, TinkerBackend
 from postlude.tinker.errors import APIError
-from postlude.tinker.futures import JSON, Future
+from postlude.tinker.futures import JSON, Future, digest
 from postlude.tinker.paths import Kind, TinkerPath, check_name
 from postlude.tinker.sampling import SamplingSession
 from postlude.tinker.service import ClientSession, TinkerService
@@ -20,6 +24,7 @@ from postlude.tinker.state import Checkpoint, Run, SamplerRecord
 from postlude.tinker.training import Operation, OperationRole, TrainedModel
 from postlude.tinker.wire import encode_pass, read_pass_request
 
+LOG = logging.getLogger("postlude")
 LARGE = 64 * 1024  # bytes of a request that a thread reads, so that the others do not wait for it
 SAVE_KINDS: dict[Kind, str] = {
     "weights": "save_weights",
@@ -78,7 +83,7 @@ class ModelRequests:
             await self._create(model)
             return {"type": "create_model", "model_id": model.model_id}
 
-        return self._training.submit(model, 0, Operation("create_model", create))
+        return self._training.submit(model, 0, Operation("create_model", _digest(body), create))
 
     async def _new_model(
         self, session: ClientSession, number: int, spec: ModelSpec, user_metadata: dict[str, Any] | None
@@ -152,9 +157,11 @@ class ModelRequests:
                 )
             return read_pass_request(message, info.max_context_length, info.vocab_size)
 
-        waiting = _WaitingPass(self._backend, model.model_id, read, large=size > LARGE)
+        large = size > LARGE
+        content = await asyncio.to_thread(_digest_of, message) if large else _digest_of(message)
+        waiting = _WaitingPass(self._backend, model.model_id, read, large=large)
         role: OperationRole = "other" if message.forward_only else "pass"
-        operation = Operation("forward_backward", waiting.run, role, size, waiting.prepare, waiting.drop)
+        operation = Operation("forward_backward", content, waiting.run, role, size, waiting.prepare, waiting.drop)
         return self._training.submit(model, message.seq_id, operation)
 
     async def optim_step(self, owner: str, body: bodies.OptimStepBody) -> Future:
@@ -164,9 +171,17 @@ class ModelRequests:
         async def run(_: Callable[[], None]) -> JSON:
             bodies.check_optimizer(body.optimizer_params)
             metrics = await self._backend.optim_step(model.model_id, body.adam_params or AdamParams())
-            return {"type": "optim_step", "metrics": dict(metrics)}
+            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}  # the client's type
+            reply: JSON = {"type": "optim_step", "metrics": finite}
+            if metrics.get("skipped"):
+                reply["reason"] = (
+                    f"the gradients overflow: their norm is {metrics.get('grad_norm')}. The step was skipped, its "
+                    "gradients were dropped, and the weights are as before."
+                )
+                LOG.warning("optim_step of %s: %s", model.model_id, reply["reason"])
+            return reply
 
-        return self._training.submit(model, body.seq_id, Operation("optim_step", run, "step"))
+        return self._training.submit(model, body.seq_id, Operation("optim_step", _digest(body), run, "step"))
 
     async def save_state(self, owner: str, body: bodies.SaveBody) -> Future:
         """Queues a save of weights and optimizer state."""
@@ -207,7 +222,7 @@ class ModelRequests:
                 await self._service.save(replace(self._state.runs[model.model_id], last_request=now))
             return {"type": SAVE_KINDS[kind], "path": str(path), "size_bytes": saved.size}
 
-        return self._training.submit(model, body.seq_id, Operation(SAVE_KINDS[kind], run))
+        return self._training.submit(model, body.seq_id, Operation(SAVE_KINDS[kind], _digest(body), run))
 
     def _snapshot(self, owner: str, body: bodies.SaveBody) -> Future:
         """Queues a sampler of a model's weights at this point of its requests, in memory."""
@@ -216,12 +231,14 @@ class ModelRequests:
         record = SamplerRecord(sampler_id, model.spec.base_model, snapshot=True, full=model.spec.lora is None)
 
         async def run(_: Callable[[], None]) -> JSON:
+            if sampler_id in self._service.samplers.samplers:
+                raise ValueError(f"{sampler_id} samples other weights already: give another sampling_session_seq_id.")
             await self._backend.snapshot_sampler(model.model_id, sampler_id)
             await self._service.samplers.made_snapshot(SamplingSession(record, owner, model.session_id))
             await self._service.record_sampler(model.session_id, record)
             return {"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}
 
-        return self._training.submit(model, body.seq_id, Operation("save_weights_for_sampler", run))
+        return self._training.submit(model, body.seq_id, Operation("save_weights_for_sampler", _digest(body), run))
 
     async def load(self, owner: str, body: bodies.LoadBody) -> Future:
         """Queues a load into a model, or the creation of a model from a checkpoint."""
@@ -251,7 +268,16 @@ class ModelRequests:
             model.failed_pass = None
             return {"type": "load_weights", "path": body.path, "model_id": model.model_id}
 
-        return self._training.submit(model, number, Operation(kind, run))
+        return self._training.submit(model, number, Operation(kind, _digest(body), run))
+
+
+def _digest(body: BaseModel) -> bytes:
+    return digest(body.model_dump_json().encode())
+
+
+def _digest_of(message: Any) -> bytes:
+    """Returns the digest of a protobuf message, whose maps may be sent in another order each time."""
+    return digest(message.SerializeToString(deterministic=True))
 
 
 def _check_loadable(checkpoint: Checkpoint, spec: ModelSpec) -> None:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from postlude.tinker.app import TinkerApp
+from postlude.tinker.app import JSONReply, TinkerApp
 from postlude.tinker.backend import SampledSequence, SampleProgress, SampleRequest
 from postlude.tinker.errors import APIError
 from postlude.tinker.sampling import Samplers, SamplingSession
@@ -58,7 +58,7 @@ class OpenAIApp:
             if path.kind == "sampler_weights" and checkpoint.owner == owner and not checkpoint.is_expired()
         ]
         models = [{"id": name, "object": "model", "owned_by": owner} for name in [*self._service.bases, *saved]]
-        return JSONResponse({"object": "list", "data": models})
+        return JSONReply({"object": "list", "data": models})
 
     def _handler(self, *, chat: bool) -> Callable[[Request, str], Any]:
         async def handle(request: Request, owner: str) -> Response:
@@ -81,7 +81,7 @@ class OpenAIApp:
                     return StreamingResponse(_events(first, reply), media_type="text/event-stream")
             except HTTPError as error:
                 raise APIError(error.status, str(error)) from error
-            return JSONResponse(reply)
+            return JSONReply(reply)
 
         return handle
 
@@ -214,4 +214,4 @@ def openai_error(error: APIError) -> Response:
     """Returns the reply of a refused request in OpenAI's format."""
     from postlude.serving.server.http_server import openai_error_body
 
-    return JSONResponse(openai_error_body(error.status, str(error)), status_code=error.status)
+    return JSONReply(openai_error_body(error.status, str(error)), status_code=error.status)

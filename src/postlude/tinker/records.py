@@ -16,12 +16,13 @@ from postlude.tinker.service import TinkerService
 from postlude.tinker.state import Checkpoint, Run
 
 MAX_PAGE = 1000
+LATEST = datetime(9999, 1, 1, tzinfo=UTC).timestamp()  # an older state directory may have a later time
 Item = TypeVar("Item")
 
 
 def time_text(seconds: float) -> str:
     """Returns a time in ISO 8601."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
+    return datetime.fromtimestamp(min(seconds, LATEST), UTC).isoformat()
 
 
 def page(items: Sequence[Item], limit: int, offset: int) -> tuple[Sequence[Item], JSON]:

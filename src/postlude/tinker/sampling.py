@@ -95,9 +95,9 @@ class Samplers:
                 429, f"{self._running[owner]} samples of this key are running, which is the limit.", retry_after=1.0
             )
 
-    def submit(self, sampler: SamplingSession, request_id: str, request: SampleRequest) -> Future:
+    def submit(self, sampler: SamplingSession, request_id: str, content: bytes, request: SampleRequest) -> Future:
         """Starts a sampling request. Returns its future."""
-        future = self._futures.add(request_id, sampler.owner, "sample")
+        future = self._futures.add(request_id, sampler.owner, "sample", content)
         self._tasks[request_id] = asyncio.create_task(self._run(sampler, future, request))
         return future
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from postlude.tinker import bodies
 from postlude.tinker.backend import BaseModelInfo, SampleRequest, TinkerBackend
 from postlude.tinker.errors import APIError, storage_sentence
-from postlude.tinker.futures import JSON, Future, FutureStore
+from postlude.tinker.futures import JSON, Future, FutureStore, digest
 from postlude.tinker.limits import Limits
 from postlude.tinker.paths import TinkerPath
 from postlude.tinker.sampling import Samplers, SamplingSession
@@ -157,7 +157,10 @@ class TinkerService:
         session = self.session(owner, body.session_id)
         sampler_id = f"{session.record.session_id}:sample:{body.sampling_session_seq_id}"
         record = self.sampler_record(owner, sampler_id, body.base_model, body.model_path)
-        if sampler_id not in self.samplers.samplers:
+        opened = self.samplers.samplers.get(sampler_id)
+        if opened is not None and opened.record != record:
+            raise APIError(400, f"{sampler_id} samples other weights already: give another sampling_session_seq_id.")
+        if opened is None:
             sampler = SamplingSession(record, owner, session.record.session_id)
             self.samplers.add(sampler)
             try:
@@ -228,11 +231,12 @@ class TinkerService:
         """Starts a sampling request; a retry finds the first one."""
         sampler = self.sampler(owner, body.sampling_session_id)
         request_id = f"{body.sampling_session_id}:request:{body.seq_id}"
-        future = self.futures.get(request_id)
+        content = digest(body.model_dump_json().encode())
+        future = self.futures.find(request_id, "sample", content)
         if future is None:
             request = self._sample_request(self.base(sampler.record.base_model), body)
             self.samplers.check_room(owner)
-            future = self.samplers.submit(sampler, request_id, request)
+            future = self.samplers.submit(sampler, request_id, content, request)
             future.reply["sample_sequence_ids"] = [f"{request_id}:{number}" for number in range(body.num_samples)]
         return future
 

@@ -34,6 +34,8 @@ class Operation:
     """One training request."""
 
     kind: str
+    content: bytes
+    """The digest of the request."""
     run: Callable[[Callable[[], None]], Awaitable[JSON | bytes]]
     """Runs it. May call its argument once the next request can be run, before it returns the result."""
     role: OperationRole = "other"
@@ -119,20 +121,15 @@ class TrainingQueues:
     def submit(self, model: TrainedModel, seq_id: int, operation: Operation) -> Future:
         """Queues a request, or finds the one that it repeats. Returns its future."""
         request_id = self.request_id(model.model_id, seq_id)
-        future = self._futures.get(request_id)
+        future = self._futures.find(request_id, operation.kind, operation.content)
         if future is not None:
-            if future.kind != operation.kind:
-                raise APIError(
-                    400,
-                    f"seq_id {seq_id} of {model.model_id} was a {future.kind}; it cannot be a {operation.kind} too.",
-                )
             return future
         if seq_id < model.next_seq:
             raise APIError(410, f"request {seq_id} of {model.model_id} has run, and its result is not kept any more.")
         if model.ended is not None:
             raise APIError(410, model.ended)
         self.check_room(model, seq_id, operation.size)
-        operation.future = self._futures.add(request_id, model.owner, operation.kind)
+        operation.future = self._futures.add(request_id, model.owner, operation.kind, operation.content)
         failed = model.failed_pass
         if failed is not None and failed.fetched is not None:
             operation.knows_failure = failed
@@ -142,14 +139,16 @@ class TrainingQueues:
         self._make_ready(model)
         return operation.future
 
-    def refuse(self, model: TrainedModel, seq_id: int, kind: str, sentence: str, role: OperationRole = "other") -> None:
+    def refuse(
+        self, model: TrainedModel, seq_id: int, kind: str, content: bytes, sentence: str, role: OperationRole
+    ) -> None:
         """Lets a request that cannot be read fail in its turn, so that the ones after it do not wait for it."""
 
         async def fail(_: Callable[[], None]) -> JSON:
             raise ValueError(sentence)
 
         with contextlib.suppress(APIError):
-            self.submit(model, seq_id, Operation(kind, fail, role))
+            self.submit(model, seq_id, Operation(kind, content, fail, role))
 
     def end(self, model: TrainedModel, sentence: str) -> None:
         """Takes no more requests for a model, fails those that wait, and frees it in its turn."""
@@ -194,7 +193,7 @@ class TrainingQueues:
                 await self._backend.discard_gradients(model_id)
                 return {}
 
-            operation = Operation("discard_gradients", drop)
+            operation = Operation("discard_gradients", b"", drop)
             operation.future = Future("", model.owner, operation.kind)
             model.next_seq, model.failed_pass = last, None
             model.waiting[last] = operation

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import logging
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
@@ -18,6 +17,7 @@ from http import HTTPStatus
 from typing import Any
 
 from postlude.checks import USER_ERRORS
+from postlude.serving.json_reply import write_json
 
 MAX_BODY = 4 * 1024**2  # bytes of a request, unless the caller sets another limit
 MAX_HEAD = 64 * 1024
@@ -242,7 +242,7 @@ def openai_error_body(status: int, sentence: str) -> dict[str, Any]:
 
 def server_sent_event(value: Any) -> bytes:
     """Returns a value as one server-sent event."""
-    return b"data: " + json.dumps(value).encode() + b"\n\n"
+    return b"data: " + write_json(value) + b"\n\n"
 
 
 async def _prepend(first: Any, rest: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
@@ -253,7 +253,7 @@ async def _prepend(first: Any, rest: AsyncGenerator[Any, None]) -> AsyncGenerato
 
 
 async def _write(writer: asyncio.StreamWriter, status: int, result: Any, *, keep_alive: bool) -> None:
-    data = json.dumps(result).encode()
+    data = write_json(result)
     head = f"HTTP/1.1 {int(status)} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
     if status == HTTPStatus.UNAUTHORIZED:
         head += "WWW-Authenticate: Bearer\r\n"
