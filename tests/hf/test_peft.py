@@ -15,7 +15,7 @@ from postlude.hf.export import export_hf
 from postlude.hf.load import load_model
 from postlude.hf.lora_targets import adapter_configs
 from postlude.hf.peft import base_entries, read_adapter, to_peft, write_adapter
-from postlude.hf.read_peft import from_peft
+from postlude.hf.read_peft import READ, WITHOUT_EFFECT, check_supported, from_peft
 from postlude.lora import AdapterConfig, LoRA
 from tests.hf.adapters import Pair, random_adapters, small_model
 from tests.hf.families import CONFIGS, saved_model
@@ -116,6 +116,7 @@ def test_adapter_of_a_fused_module_is_split_by_rows():
     ("change", "rename", "message"),
     [
         ({"use_dora": True}, None, "use_dora=True"),
+        ({"alora_invocation_tokens": [11, 12]}, None, r"alora_invocation_tokens=\[11, 12\]"),
         ({"lora_bias": True}, None, "lora_bias=True"),
         ({"modules_to_save": ["lm_head"]}, None, "modules_to_save="),
         ({"init_lora_weights": "pissa"}, None, "changes the model's own weights"),
@@ -138,6 +139,18 @@ def test_an_adapter_that_cannot_be_read_is_refused(change, rename, message):
     renamed = {key.replace(*rename) if rename else key: tensor for key, tensor in tensors.items()}
     with pytest.raises(ValueError, match=message):
         from_peft(adapter_config | change, renamed, config, family)
+
+
+def test_every_field_of_pefts_config_is_read_refused_or_known_to_have_no_effect():
+    """The fields that are refused at other values than peft's default are those of other kinds of adapters."""
+    default = pytest.importorskip("peft").LoraConfig(r=3, target_modules=["q_proj"]).to_dict()
+    check_supported(default)
+    refused = set()
+    for name in default.keys() - READ - WITHOUT_EFFECT:
+        with pytest.raises(ValueError, match=f"the adapter has {name}=.* is not supported"):
+            check_supported(default | {name: [11, 12]})
+        refused.add(name)
+    assert {"alora_invocation_tokens", "use_dora", "use_qalora", "modules_to_save", "layer_replication"} <= refused
 
 
 def test_missing_experts_matrices_and_files_are_refused(tmp_path):

@@ -20,7 +20,17 @@ from postlude.model.blocks import BLOCKS, BlockTable
 
 KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:(A|B)(?:\.default)?\.weight|(embedding_[AB])(?:\.default)?)")
 SAVED_BASE = re.compile(r"(?:base_model\.model\.)?(.+)\.base_layer\.weight")
-UNSUPPORTED = ("use_dora", "lora_bias", "modules_to_save", "layer_replication", "trainable_token_indices", "use_qalora")
+READ = {
+    "peft_type", "bias", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "init_lora_weights",
+    "target_modules", "target_parameters", "exclude_modules", "layers_to_transform",
+}  # fmt: skip
+WITHOUT_EFFECT = {
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "lora_dropout", "fan_in_fan_out", "layers_pattern", "megatron_config", "megatron_core", "loftq_config",
+    "eva_config", "corda_config", "lora_ga_config", "velora_config", "qalora_group_size", "runtime_config",
+    "ensure_weight_tying",
+}  # fmt: skip
+"""Entries of adapter_config.json that change nothing once the adapter's tensors and the other entries are known."""
 EMBEDDING_SIDES = {"embedding_A": "B", "embedding_B": "A"}  # Postlude adapts the weight [vocab, H]
 PLAIN_INITS = ("gaussian", "eva", "orthogonal", "lora_ga")  # the others change the model's own weights
 
@@ -98,10 +108,11 @@ def check_supported(adapter_config: Mapping[str, Any]) -> None:
     kind = adapter_config.get("peft_type", "LORA")
     if kind != "LORA":
         raise ValueError(f"the adapter is of peft_type {kind}; only LORA is supported.")
-    for key in UNSUPPORTED:
-        if adapter_config.get(key):
+    for key, value in adapter_config.items():
+        if value and key not in READ and key not in WITHOUT_EFFECT:
             raise ValueError(
-                f"the adapter has {key}={adapter_config[key]!r}, which is not supported; train without it."
+                f"the adapter has {key}={value!r}, which is not supported: train without it, or take it out of "
+                "adapter_config.json if the adapted model is the same without it."
             )
     if adapter_config.get("bias", "none") != "none":
         raise ValueError(f'the adapter has bias="{adapter_config["bias"]}"; only "none" is supported.')
