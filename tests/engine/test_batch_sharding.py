@@ -149,16 +149,17 @@ def error_with_other_batch(group: dist.ProcessGroup, layout: str, fault: str) ->
         columns["mask"] = [row.double() for row in columns["mask"]]
     if last and fault == "groups":
         groups = [index if index != 7 else 1 for index in range(len(sequences))]
+    temperature = 0.5 if last and fault == "temperature" else 1.0
     if last and fault == "vocabulary":
         sequences = [row + 256 for row in sequences]
     if last and fault == "entries":
         columns["mask"] = columns["mask"][1:]
-    error = error_text(lambda: engine.evaluate_loss(Batch(sequences, columns, groups), policy))
+    error = error_text(lambda: engine.evaluate_loss(Batch(sequences, columns, groups, temperature=temperature), policy))
     engine.evaluate_loss(batch(2), policy)  # the engine is still usable
     return error
 
 
-OTHER_PLAN = "ValueError: the ranks were given batches of different lengths, groups, owners or columns, or different"
+OTHER_PLAN = "ValueError: the ranks were given batches of different lengths, groups, owners, columns or temperatures"
 OTHER_ROWS = "ValueError: the ranks were given different batches: not all have the same tokens and columns"
 
 
@@ -169,6 +170,7 @@ OTHER_ROWS = "ValueError: the ranks were given different batches: not all have t
         ("lengths", OTHER_PLAN),
         ("names", OTHER_PLAN),
         ("groups", OTHER_PLAN),
+        ("temperature", OTHER_PLAN),
         ("tokens", OTHER_ROWS),
         ("columns", OTHER_ROWS),
         ("dtypes", 'ValueError: column "mask" holds values of different dtypes or shapes on different ranks.'),

@@ -339,7 +339,7 @@ def test_batch_with_zero_weight_is_refused_with_clear_error(ranks: Any) -> None:
 def read(group: Any, layout: str, hf: PretrainedConfig) -> dict[str, list[Tensor]]:
     engine, input_batch = build(layout, hf), batch(4, (6, 1, 30, 11, 2))
     logprobs, ids = engine.topk(input_batch, 4)
-    cool = engine.logprobs(input_batch, entropy=True, temperature=0.7)
+    cool = engine.logprobs(dataclasses.replace(input_batch, temperature=0.7), entropy=True)
     assert cool.entropy is not None
     actual = engine.evaluate_tokens(input_batch, custom_values, shifted=False)
     return {"logprobs": logprobs, "ids": ids, "cool": cool.logprob, "entropy": cool.entropy, **actual}

@@ -131,8 +131,10 @@ def compare_with_trainer(
         completions = SyncedGenerator(engine, None).generate(prompts, samplings)
         for temperature in TEMPERATURES:
             rows = [index for index, sampling in enumerate(samplings) if sampling.temperature == temperature]
-            batch = Batch([[*prompts[row], *completions[row][0].tokens] for row in rows], {})
-            scored = engine.logprobs(batch, temperature=temperature or 1.0).logprob
+            batch = Batch(
+                [[*prompts[row], *completions[row][0].tokens] for row in rows], temperature=temperature or 1.0
+            )
+            scored = engine.logprobs(batch).logprob
             for row, logprobs in zip(rows, scored, strict=True):
                 sampled = torch.tensor(completions[row][0].logprobs, dtype=torch.float64)
                 assert torch.equal(logprobs[len(prompts[row]) :].double(), sampled)

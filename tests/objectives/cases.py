@@ -146,7 +146,6 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "k3 importance": {"kl": ReferenceKL(coefficient=0.3, gradient="importance")},
         "entropy": {"entropy": 0.2},
         "NLL of the positive": {"positive_nll": 0.3},
-        "temperature": {"temperature": 0.7},
         "sequences alike": {"over": "sequence_weights"},
         "Dr. GRPO": {"length": 12.0},
         "GSPO with all": {

@@ -37,12 +37,12 @@ class Token:
         return self.columns[name]
 
 
-def tokens_of(model: LanguageModel, batch: Batch, temperature: float = 1.0) -> list[Token]:
+def tokens_of(model: LanguageModel, batch: Batch, temperature: float | None = None) -> list[Token]:
     losses = []
     for index, sequence in enumerate(batch.sequences):
         (alone,) = pack([sequence], budget=len(sequence))
         hidden, logits = model(alone, output_processor=lambda i, _: (i.hidden, i.head.logits(i.hidden)))
-        logits = logits / temperature
+        logits = logits / (batch.temperature if temperature is None else temperature)
         for place in range(1, len(sequence)):
             columns = {}
             for name, entries in batch.columns.items():
@@ -144,11 +144,10 @@ def policy_with_metrics(  # noqa: PLR0912
     kl: Any = None,
     entropy: float = 0.0,
     positive_nll: float = 0.0,
-    temperature: float = 1.0,
     over: str = "response_mask",
     length: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    everything = tokens_of(model, batch, temperature)
+    everything = tokens_of(model, batch)
     total, shares = torch.zeros(()), 0.0
     watched: dict[str, list[tuple[float, float]]] = {}
     for tokens in by_sequence(everything):

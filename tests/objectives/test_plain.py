@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ def model_and_batch() -> tuple[LanguageModel, Batch]:
 
 def run(model: LanguageModel, batch: Batch, objective: Objective, budget: int) -> tuple[Tensor, dict[str, float]]:
     """Computes loss and gradients as the engine does on one rank."""
-    microbatches = pack(batch.sequences, budget=budget, columns=batch.columns)
+    microbatches = pack(batch.sequences, budget=budget, columns=batch.columns, temperature=batch.temperature)
     scale = LossNormalizer(microbatches)
     tally = MetricAccumulator(scale)
     losses = []
@@ -80,6 +81,19 @@ def test_every_setting_changes_the_result(kind: str, name: str) -> None:
     assert off > 1e-3, f"{name} gives the gradients of {first}, so no test would see it ignored"
     if name not in ("NLL of the positive", "value head alone"):  # values may be alike, gradients are not
         assert abs(loss - other_loss) > 1e-5
+
+
+@pytest.mark.parametrize("settings", [{}, {"ratio": "sequence"}, {"entropy": 0.2}])
+def test_log_probs_are_at_the_temperature_of_the_batch(settings: dict[str, Any]) -> None:
+    model, batch = model_and_batch()
+    cool = replace(batch, temperature=0.7)
+    loss, _ = run(model, cool, PolicyGradient(**settings), budget=20)
+    expected = plain.PLAIN["policy"](model, cool, **settings)
+    assert_equal(loss, expected, "loss")
+    assert abs(float((expected - plain.PLAIN["policy"](model, batch, **settings)).detach())) > 1e-5
+    wanted_gradients = gradients(model, expected)
+    for parameter, gradient in gradients(model, loss).items():
+        assert_equal(gradient, wanted_gradients[parameter], f"gradient of {parameter}")
 
 
 ALL: dict[str, Any] = {

@@ -281,7 +281,6 @@ def test_invalid_configs_are_refused(tmp_path: Path) -> None:
     for override, sentence in (
         ("--optimzer.lr=1", 'did you mean "optimizer.lr"'),
         ("--sampling.temperature=0", "nothing to compare"),
-        ("--objective.temperature=0.5", "completions are sampled at 1"),
         (
             "--samples_per_prompt=1",
             '"samples_per_prompt" is "1" on the command line; give a whole number of at least 2',
@@ -392,6 +391,13 @@ def test_multi_turn_environment(ranks: Ranks, tmp_path: Path) -> None:
     assert rows[-1]["turns_mean"] == 2
     assert rows[-1]["moe/routing_changed"] == 0, "the weights are still those that sampled"
     assert rows[-1]["rollout_kl"] < 1e-9
+
+
+def test_objective_of_the_readme_is_on_policy_at_another_temperature(ranks: Ranks, tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "objective.py"  # tests/test_docs.py: it is the README's
+    options = (f"--objective={example}:soft_clip", "--sampling.temperature=0.5", "--steps=1", "--evaluation.every=0")
+    (rows,) = ranks(1, run_and_read_metrics, str(tmp_path), *options, *UNKEPT)
+    assert rows[-1]["ratio"] == pytest.approx(1.0, abs=1e-4)
 
 
 @pytest.mark.thorough

@@ -260,8 +260,6 @@ TESTED_ELSEWHERE = {
     "objective.kind": "test_an_objective_of_the_user",
     "objective.file": "test_an_objective_of_the_user",
     "objective.settings": "test_an_objective_of_the_user",
-    "ppo objective.temperature": "as of grpo",
-    "grpo objective.temperature": "it is taken from the answers; test_grpo.py: test_invalid_configs_are_refused",
     "kto objective.mask": "as of dpo",
     "objective.margins": "data.margin sets it; tests/objectives/test_plain.py",
     "dpo objective.mask": "a run has one mask; tests/objectives/test_plain.py",

@@ -35,12 +35,15 @@ class Batch:
 
     `groups` has one entry per sequence of the global batch. Sequences of the same group stay in one microbatch, such as
     chosen and rejected of a preference pair. GRPO's groups are not given here: microbatches may divide them.
+
+    `temperature` is the one that the tokens were sampled with. All log-probs of the batch are computed at it.
     """
 
     sequences: Sequence[Sequence[int] | Tensor]
     columns: Mapping[str, Sequence[Any] | Tensor] = field(default_factory=dict)
     groups: Sequence[Hashable] | None = None
     sharding: BatchSharding | None = None
+    temperature: float = 1.0
 
     @classmethod
     def sharded(
@@ -51,11 +54,13 @@ class Batch:
         lengths: Sequence[int],
         owners: Sequence[int],
         groups: Sequence[Hashable] | None = None,
+        temperature: float = 1.0,
     ) -> Batch:
         """Returns a batch of which this rank holds a part, such as the rollouts that it sampled.
 
-        Every rank passes the same `lengths`, `owners`, `groups` and names of columns. Ranks with the same data-parallel
-        rank pass the same sequences. Engine methods return results for this rank's sequences, in the order given.
+        Every rank passes the same `lengths`, `owners`, `groups`, `temperature` and names of columns. Ranks with the
+        same data-parallel rank pass the same sequences. Engine methods return results for this rank's sequences, in the
+        order given.
 
         Args:
             sequences: this rank's sequences, in the order of `lengths`. There may be none.
@@ -63,8 +68,9 @@ class Batch:
             lengths: the number of tokens of every sequence of the batch.
             owners: for every sequence, the data-parallel rank (`engine.mesh.dp.rank`) that holds and runs it.
             groups: one per sequence of the batch; all sequences of a group have the same owner.
+            temperature: the one that the tokens were sampled with.
         """
-        return cls(sequences, columns or {}, groups, BatchSharding(list(lengths), list(owners)))
+        return cls(sequences, columns or {}, groups, BatchSharding(list(lengths), list(owners)), temperature)
 
     def __len__(self) -> int:
         """Returns the number of sequences of the global batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -147,6 +148,8 @@ class Microbatch:
     routing: Tensor | None = None
     """[T, routers, top_k] integers, the experts of each input token. -1: the router chooses. Unlike a column it is
     not shifted."""
+    temperature: float = 1.0
+    """The temperature that the tokens were sampled with: the default of the head's log-probs."""
     column_stats: Mapping[str, ColumnStats] = field(default_factory=dict)
     """By column, its statistics; computed in `to`, if the microbatch is on the CPU before."""
 
@@ -179,6 +182,8 @@ class Microbatch:
             raise ValueError(
                 f"index is {self.index}, but the batch has {self.count} microbatches. Count them from 0 to count - 1."
             )
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"the temperature of a batch is {self.temperature}, but logits are divided by it. Use 1.")
 
     def __len__(self) -> int:
         """Returns the number of tokens, T."""

@@ -32,6 +32,7 @@ def pack(
     multiple_of: int = 1,
     groups: Sequence[Hashable] | None = None,
     depths: int = 0,
+    temperature: float = 1.0,
 ) -> list[Microbatch]:
     """Packs `sequences` into few microbatches of at most `budget` tokens, balanced in cost.
 
@@ -45,6 +46,7 @@ def pack(
         multiple_of: the number of microbatches is rounded up to a multiple of this, with empty ones if needed.
         groups: one per sequence; sequences of the same group stay in one microbatch, such as a preference pair.
         depths: the model's number of multi-token-prediction depths (`Microbatch.mtp_microbatches`).
+        temperature: the one that the tokens were sampled with (`Microbatch.temperature`).
 
     Returns:
         The microbatches as `plan_bins` orders them, all on the device of the first sequence. Within one, sequences
@@ -58,7 +60,7 @@ def pack(
     bin_indices = range(len(plan.bins))
     members = plan.members(bin_indices)
     content = read_content(sequences, columns or {}, members, members, lengths)
-    return build_microbatches(plan, bin_indices, content, depths)
+    return build_microbatches(plan, bin_indices, content, depths, temperature)
 
 
 @dataclass(frozen=True)
@@ -125,16 +127,18 @@ def read_content(
 
 
 def build_microbatches(
-    plan: BinPlan, bin_indices: Sequence[int], content: BatchContent, depths: int = 0
+    plan: BinPlan, bin_indices: Sequence[int], content: BatchContent, depths: int = 0, temperature: float = 1.0
 ) -> list[Microbatch]:
     """Returns the microbatches `bin_indices` of a plan, from the content of their sequences in order."""
-    by_depth = [_build_depth(plan, bin_indices, content, depth) for depth in range(depths + 1)]
+    by_depth = [_build_depth(plan, bin_indices, content, depth, temperature) for depth in range(depths + 1)]
     if not depths:
         return by_depth[0]
     return [replace(microbatch, mtp_microbatches=tuple(mtp)) for microbatch, *mtp in zip(*by_depth, strict=True)]
 
 
-def _build_depth(plan: BinPlan, bin_indices: Sequence[int], content: BatchContent, depth: int) -> list[Microbatch]:
+def _build_depth(
+    plan: BinPlan, bin_indices: Sequence[int], content: BatchContent, depth: int, temperature: float
+) -> list[Microbatch]:
     """Returns the microbatches whose targets are the tokens `depth + 1` positions later (depth 0: the next token)."""
     members = plan.members(bin_indices)
     device = content.tokens.device
@@ -180,6 +184,7 @@ def _build_depth(plan: BinPlan, bin_indices: Sequence[int], content: BatchConten
             target_count=count(depth + 1, bin_index),
             padding=sizes[i] - count(depth, bin_index),
             routing=None if routing is None else routing[i],
+            temperature=temperature,
         )
         for i, bin_index in enumerate(bin_indices)
     ]

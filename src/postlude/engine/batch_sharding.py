@@ -158,7 +158,7 @@ def _select_rows(batch: Batch, sharding: BatchSharding, rank: int) -> Batch:
     """Returns a batch with the sequences of data-parallel rank `rank` only."""
     rows = [row for row, owner in enumerate(sharding.owners) if owner == rank]
     columns = {name: [values[row] for row in rows] for name, values in batch.columns.items()}
-    return Batch([batch.sequences[row] for row in rows], columns, batch.groups, sharding)
+    return replace(batch, sequences=[batch.sequences[row] for row in rows], columns=columns, sharding=sharding)
 
 
 def shard_batch(
@@ -177,10 +177,12 @@ def shard_batch(
     be equal on every rank.
     """
     check, depths = ConsistencyCheck(device), len(config.pattern.mtp)
-    plan = _agreed_plan(batch, mesh.dp.size, budget, check, repr((sorted((step_counts or {}).items()), adapter)))
+    plan = _agreed_plan(
+        batch, mesh.dp.size, budget, check, repr((sorted((step_counts or {}).items()), adapter, batch.temperature))
+    )
     bin_indices = range(mesh.dp.rank, len(plan.bins), mesh.dp.size)
     content = _agreed_content(batch, plan, bin_indices, mesh.dp, config, check)
-    microbatches = build_microbatches(plan, bin_indices, content, depths)
+    microbatches = build_microbatches(plan, bin_indices, content, depths, batch.temperature)
     counts = {"sequences": float(len(plan.lengths))}
     for depth in range(depths + 1):
         counts[count_name("tokens", depth)] = float(sum(max(0, length - 1 - depth) for length in plan.lengths))
@@ -197,9 +199,9 @@ def _agreed_plan(batch: Batch, ranks: int, budget: int, check: ConsistencyCheck,
         values["plan"] = [check.digest(plan.lengths, [*map(len, plan.bins)], members, *batch.columns, settings)]
     if check.differs("plan"):
         raise ValueError(
-            "the ranks were given batches of different lengths, groups, owners or columns, or different counts, or use "
-            "different adapters. Give every rank the same batch, or each its own sequences with Batch.sharded, and the "
-            "same counts and adapter."
+            "the ranks were given batches of different lengths, groups, owners, columns or temperatures, or different "
+            "counts, or use different adapters. Give every rank the same batch, or each its own sequences with "
+            "Batch.sharded, and the same counts and adapter."
         )
     return plan
 

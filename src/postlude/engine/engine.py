@@ -317,9 +317,9 @@ class Engine(TrainingStateProperties):
             values = self.local_stages.forward(local.microbatches, lambda inputs: dict(processor(inputs)))
             return local.gather_results(values, shifted=shifted, device=self.device)
 
-    def logprobs(self, batch: Batch, *, entropy: bool = False, temperature: float = 1.0) -> TokenScores:
+    def logprobs(self, batch: Batch, *, entropy: bool = False) -> TokenScores:
         """Returns the log-prob of every token given those before it and, on request, the distribution's entropy."""
-        scores = self.evaluate_tokens(batch, logprob_processor(entropy, temperature))
+        scores = self.evaluate_tokens(batch, logprob_processor(entropy))
         return TokenScores(scores["logprob"], scores.get("entropy"))
 
     def values(self, batch: Batch) -> list[Tensor]:
@@ -328,9 +328,9 @@ class Engine(TrainingStateProperties):
             raise ValueError(NO_VALUE_HEAD)
         return self.evaluate_tokens(batch, lambda inputs: {"value": inputs.head.values(inputs.hidden)})["value"]
 
-    def topk(self, batch: Batch, k: int, *, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
+    def topk(self, batch: Batch, k: int) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the k likeliest tokens in place of each token, given those before: log-probs and ids, [length, k]."""
-        values = self.evaluate_tokens(batch, topk_processor(k, temperature, self.config.vocab_size))
+        values = self.evaluate_tokens(batch, topk_processor(k, self.config.vocab_size))
         return values["logprobs"], values["ids"]
 
     def reference(self, *, offload: bool = False) -> Reference:

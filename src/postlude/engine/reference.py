@@ -19,11 +19,11 @@ from postlude.model.parallel import local_shard
 class Scorer(AdaptedModel, Protocol):
     """A distributed model that scores tokens: an engine."""
 
-    def logprobs(self, batch: Batch, *, entropy: bool = False, temperature: float = 1.0) -> TokenScores:
+    def logprobs(self, batch: Batch, *, entropy: bool = False) -> TokenScores:
         """Returns the log-prob of every token given those before it."""
         ...
 
-    def topk(self, batch: Batch, k: int, *, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
+    def topk(self, batch: Batch, k: int) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the k likeliest tokens at every position."""
         ...
 
@@ -49,15 +49,15 @@ class Reference:
             name: local_shard(tensor).detach().to(device, copy=True) for name, tensor in training_state.tensors.items()
         }
 
-    def logprobs(self, batch: Batch, *, entropy: bool = False, temperature: float = 1.0) -> TokenScores:
+    def logprobs(self, batch: Batch, *, entropy: bool = False) -> TokenScores:
         """Calls `Engine.logprobs` with the frozen weights."""
         with self.swapped_in():
-            return self.engine.logprobs(batch, entropy=entropy, temperature=temperature)
+            return self.engine.logprobs(batch, entropy=entropy)
 
-    def topk(self, batch: Batch, k: int, *, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
+    def topk(self, batch: Batch, k: int) -> tuple[list[Tensor], list[Tensor]]:
         """Calls `Engine.topk` with the frozen weights."""
         with self.swapped_in():
-            return self.engine.topk(batch, k, temperature=temperature)
+            return self.engine.topk(batch, k)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:

@@ -20,23 +20,23 @@ class TokenScores:
     entropy: list[Tensor] | None = None
 
 
-def logprob_processor(entropy: bool, temperature: float) -> TokenProcessor:
+def logprob_processor(entropy: bool) -> TokenProcessor:
     """Returns a processor for the log-probs of the targets and, on request, the entropies."""
 
     def processor(inputs: OutputInputs) -> dict[str, Tensor]:
-        stats = inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets, entropy=entropy, temperature=temperature)
+        stats = inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets, entropy=entropy)
         return {"logprob": stats.logprob} | ({} if stats.entropy is None else {"entropy": stats.entropy})
 
     return processor
 
 
-def topk_processor(k: int, temperature: float, vocab_size: int) -> TokenProcessor:
+def topk_processor(k: int, vocab_size: int) -> TokenProcessor:
     """Returns a processor for the k likeliest tokens at every position."""
     if not 1 <= k <= vocab_size:
         raise ValueError(f"topk(k={k}): k counts tokens of the vocabulary; use 1 to {vocab_size}.")
 
     def processor(inputs: OutputInputs) -> dict[str, Tensor]:
-        logprobs, ids = inputs.head.topk(inputs.hidden, k, temperature=temperature)
+        logprobs, ids = inputs.head.topk(inputs.hidden, k)
         return {"logprobs": logprobs, "ids": ids}
 
     return processor

@@ -365,9 +365,11 @@ class LanguageModel(FSDPUnit):
 
     def _output_inputs(self, hidden: Tensor, context: ForwardContext, embedding: Tensor | None = None) -> OutputInputs:
         microbatch = context.microbatch
+        known_target_count = microbatch.targets, microbatch.target_count
+        head = self.output_head(embedding)
         return OutputInputs(
             hidden=hidden,
-            head=replace(self.output_head(embedding), known_target_count=(microbatch.targets, microbatch.target_count)),
+            head=replace(head, known_target_count=known_target_count, temperature=microbatch.temperature),
             microbatch=microbatch,
             layout=self.layout,
             config=self.config,

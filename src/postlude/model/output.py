@@ -45,6 +45,8 @@ class OutputHead:
     adapter: Adapter | None = None
     known_target_count: tuple[Tensor, int] | None = None
     """The microbatch's targets [T] and how many of them are not -100."""
+    temperature: float = 1.0
+    """The microbatch's: what log-probs are at that name no other. `logits` are not divided by it."""
 
     def gather(self, hidden: Tensor) -> Tensor:
         """Gathers hidden states for a projection to this rank's vocabulary: [T / tp, H] -> [T, H], or [T, H + r]."""
@@ -69,7 +71,7 @@ class OutputHead:
         targets: Tensor,
         *,
         target_count: int | None = None,
-        temperature: float | Tensor = 1.0,
+        temperature: float | Tensor | None = None,
         entropy: bool = False,
         topk: int = 0,
         lse: bool = False,
@@ -77,16 +79,17 @@ class OutputHead:
     ) -> TokenStats:
         """Returns the fp32 log-prob of `targets` [T] and, on request, entropy and more, without materialising logits.
 
-        Positions whose target is -100 are not projected: their value and gradient are 0. The number of others is known
-        for the microbatch's own targets. For other targets pass `target_count`, as in `postlude.linear_logprobs`;
-        without it the host waits for the device to count them.
+        They are at the temperature that the batch was sampled with, unless `temperature` names another, [T] or one
+        number. Positions whose target is -100 are not projected: their value and gradient are 0. The number of others
+        is known for the microbatch's own targets. For other targets pass `target_count`, as in
+        `postlude.linear_logprobs`; without it the host waits for the device to count them.
         """
         return linear_logprobs(
             self.gather(hidden),
             self.weight,
             targets,
             target_count=self._resolve_count(targets, target_count),
-            temperature=temperature,
+            temperature=self.temperature if temperature is None else temperature,
             logit_config=self.logit_config,
             entropy=entropy,
             topk=topk,
@@ -102,7 +105,7 @@ class OutputHead:
         columns: Any = None,
         *,
         target_count: int | None = None,
-        temperature: float | Tensor = 1.0,
+        temperature: float | Tensor | None = None,
         entropy: bool = False,
         lse: bool = False,
         top1: bool = False,
@@ -119,7 +122,7 @@ class OutputHead:
             token_objective,
             columns,
             target_count=self._resolve_count(targets, target_count),
-            temperature=temperature,
+            temperature=self.temperature if temperature is None else temperature,
             logit_config=self.logit_config,
             entropy=entropy,
             lse=lse,
@@ -133,7 +136,7 @@ class OutputHead:
         ids: Tensor,
         *,
         target_count: int | None = None,
-        temperature: float | Tensor = 1.0,
+        temperature: float | Tensor | None = None,
     ) -> tuple[TokenStats, Tensor]:
         """Returns `logprobs`, and the log-probs of `ids` [T, k] at every position, fp32 [T, k]."""
         return linear_logprobs_at(
@@ -142,7 +145,7 @@ class OutputHead:
             targets,
             ids,
             target_count=self._resolve_count(targets, target_count),
-            temperature=temperature,
+            temperature=self.temperature if temperature is None else temperature,
             logit_config=self.logit_config,
         )
 
@@ -157,7 +160,7 @@ class OutputHead:
             return self.known_target_count[1]
         return target_count
 
-    def topk(self, hidden: Tensor, k: int, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    def topk(self, hidden: Tensor, k: int, *, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         """Returns the k likeliest tokens at every position: log-probs fp32 [T, k] and ids [T, k]. No gradient."""
         zeros = torch.zeros(hidden.shape[0] * self.tp.size, dtype=torch.int64, device=hidden.device)
         with torch.no_grad():

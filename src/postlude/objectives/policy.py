@@ -76,7 +76,7 @@ class PolicyGradient:
         "on_policy"  p / sg(p): 1, with the gradient of log p. sg(p) replaces p_old everywhere
 
     Differences of log-probs are clamped to ± 20 before they are exponentiated. `correction` computes w_rollout, which
-    has no gradient. The entropy bonus is differentiated. `temperature` is the sampling temperature.
+    has no gradient. The entropy bonus is differentiated. Log-probs are at the temperature of the batch.
 
     **Means.** `over="tokens"` or a mask: a mean over tokens, as in DAPO. A column of `weights(masks,
     mean="sequences")`: over each completion, then over completions, as in GRPO and GSPO. With `length`, the sum is
@@ -101,8 +101,6 @@ class PolicyGradient:
     """Weight of the entropy bonus."""
     positive_nll: NonNegative = 0.0
     """Weight of the log-likelihood of correct completions."""
-    temperature: Positive = 1.0
-    """The temperature that completions were sampled with."""
     over: str = "response_mask"
     """The column of weights of the mean."""
     length: Positive | None = None
@@ -130,7 +128,7 @@ class PolicyGradient:
 
         microbatch, head = inputs.microbatch, inputs.head
         targets, weights, count = weighted_targets(microbatch, self.over)
-        options: dict[str, Any] = {"target_count": count, "temperature": self.temperature, "entropy": True}
+        options: dict[str, Any] = {"target_count": count, "entropy": True}
         has_weight = targets != IGNORE
         columns = self.columns(microbatch, weights, has_weight)
         if self.token_separable:

@@ -87,7 +87,7 @@ class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
             )
             (batch,), metrics = sampled.minibatches, sampled.metrics
         with self.timer("teacher"):
-            logprobs, ids = self.teacher.topk(batch, self.config.top_k, temperature=self.temperature)
+            logprobs, ids = self.teacher.topk(replace(batch, temperature=self.temperature), self.config.top_k)
         return _with_teacher(batch, logprobs, ids), metrics
 
     def sample_rollouts(self, tasks: Sequence[Task], *, held_out: bool) -> RolloutBatch:

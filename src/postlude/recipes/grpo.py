@@ -17,7 +17,7 @@ from postlude.data.datasets import Sampler
 from postlude.data.microbatch import ROUTING
 from postlude.engine import Engine
 from postlude.engine.reference import Reference
-from postlude.objectives import SFT, Objective, PolicyGradient
+from postlude.objectives import SFT, Objective
 from postlude.objectives.advantages import grpo, reinforce_plus_plus
 from postlude.objectives.mismatch import mismatch_of_ratio
 from postlude.recipes.checks.environment import environment_checks, evaluation_set_checks, training_overlap_checks
@@ -72,8 +72,6 @@ class GRPOTrainer(Trainer):
         self.evaluate_every = config.evaluation.every
         self.reference: Reference | Engine | None = None
         self.objective: Objective = build_objective(config.objective)
-        if isinstance(self.objective, PolicyGradient):
-            self.objective = replace(self.objective, temperature=config.sampling.temperature)
         with self.close_on_error():
             if config.reference_model is not None:
                 self.reference = open_frozen_model(config.reference_model, self.engine, config)
@@ -275,6 +273,7 @@ class GRPOTrainer(Trainer):
 
     def _minibatches(self, trajectories: Sequence[Trajectory]) -> list[Batch]:
         """Returns the minibatches, with the columns that need no forward pass. Groups are assigned round-robin."""
+        config = self.config
         transcripts = [trajectory.transcript for trajectory in trajectories]
         logprobs = [torch.tensor(transcript.logprobs) for transcript in transcripts]
         masks = [transcript.mask for transcript in transcripts]
@@ -282,29 +281,29 @@ class GRPOTrainer(Trainer):
         positive = [float(trajectory.reward >= 1.0) for trajectory in trajectories]
         columns = policy_columns(masks, groups, positive, logprobs)
         columns |= {REWARD: [self._reward(trajectory) for trajectory in trajectories], GROUP: groups}
-        if self.config.replay_routing:
+        if config.replay_routing:
             columns[ROUTING] = routing_column(trajectories)
-        count = self.config.minibatches
+        count = config.minibatches
         group_indices = {group: index for index, group in enumerate(dict.fromkeys(groups))}
         minibatches = []
         for number in range(count):
             rows = [row for row, group in enumerate(groups) if group_indices[group] % count == number]
             if rows:
                 minibatch_columns = {name: [values[row] for row in rows] for name, values in columns.items()}
-                minibatches.append(Batch([transcripts[row].tokens for row in rows], minibatch_columns))
+                sequences = [transcripts[row].tokens for row in rows]
+                minibatches.append(Batch(sequences, minibatch_columns, temperature=config.sampling.temperature))
         return minibatches
 
     def _with_logprobs(self, batch: Batch) -> Batch:
         """Adds log-probs of the trainer and of the reference, as configured."""
-        temperature = self.config.sampling.temperature
         columns: dict[str, Any] = dict(batch.columns)
         with self.timer("logprobs"):
             if self.config.old_logprobs == "recompute":
                 routing = {ROUTING: columns[ROUTING]} if ROUTING in columns else {}
-                scored = self.engine.logprobs(replace(batch, columns=routing), temperature=temperature)
+                scored = self.engine.logprobs(replace(batch, columns=routing))
                 columns["old_logprobs"] = scored.logprob
             if self.reference is not None:  # it routes tokens itself
-                scored = self.reference.logprobs(replace(batch, columns={}), temperature=temperature)
+                scored = self.reference.logprobs(replace(batch, columns={}))
                 columns["reference_logprobs"] = scored.logprob
         return replace(batch, columns=columns)
 
@@ -329,7 +328,8 @@ def trial_batch(config: PolicyConfig) -> Batch:
     columns["advantages"] = [1.0, -1.0, 1.0, -1.0]
     if config.has_reference:
         columns["reference_logprobs"] = logprobs
-    return Batch([sequence.tokens for sequence in TRIAL_SEQUENCES], columns)
+    sequences = [sequence.tokens for sequence in TRIAL_SEQUENCES]
+    return Batch(sequences, columns, temperature=config.sampling.temperature)
 
 
 def checks(inputs: PreflightInputs, extra_columns: Mapping[str, Any] | None = None) -> list[Check]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,7 @@ class PPOTrainer(GRPOTrainer):
         critic = self.engine if self.critic is None else self.critic
         with self.timer("values"):
             values = [
-                value
-                for minibatch in rows.minibatches
-                for value in critic.values(Batch(minibatch.sequences, {}, minibatch.groups, minibatch.sharding))
+                value for minibatch in rows.minibatches for value in critic.values(replace(minibatch, columns={}))
             ]
         rewards = [torch.zeros(len(mask), dtype=torch.float64) for mask in masks]
         for row, reward in enumerate(rows.column(REWARD)):

@@ -72,13 +72,14 @@ def _call(
         columns=batch.columns,
         groups=batch.groups,
         depths=len(config.pattern.mtp),
+        temperature=batch.temperature,
     )
     microbatch = microbatch.to(device)
     hidden = torch.randn(len(microbatch), config.hidden_size, dtype=dtype, device=device, requires_grad=True)
     logits = LogitConfig(vocab_size=config.vocab_size, logit_scale=config.logit_scale, softcap=config.logit_softcap)
     values = ValueHead(config.hidden_size).to(device) if value_head else None
     weight = torch.zeros(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-    head = OutputHead(weight, logits, value_head=values)
+    head = OutputHead(weight, logits, value_head=values, temperature=batch.temperature)
 
     def depths(inputs: OutputInputs, *, stop_trunk: bool, stop_head: bool) -> Iterator[OutputInputs]:
         for depth in microbatch.mtp_microbatches:

@@ -132,11 +132,6 @@ class PolicyConfig(TrainingConfig):
     def _check_objective(self, objective: PolicyGradient) -> None:
         if self.reference:
             raise ValueError("reference is for an objective of yours; set objective.kl instead.")
-        if objective.temperature not in (1.0, self.sampling.temperature):
-            raise ValueError(
-                f"objective.temperature is {objective.temperature:g}, but completions are sampled at "
-                f"{self.sampling.temperature:g}. Leave it out: it is taken from there."
-            )
         if objective.correction is not None and objective.ratio != "on_policy" and self.old_logprobs == "rollout":
             raise ValueError(
                 "objective.correction weighs the trainer's log-probs against the sampler's, but old_logprobs takes "
