@@ -51,7 +51,7 @@ EPOCH = [number for (entry,) in [(row,) for row in ROWS] for number in numbers([
 
 
 def stream(files: Sequence[Path], **options: Any) -> StreamedRows[int]:
-    return StreamedRows(files, numbers, lambda row: bytes([row % 11]), **options)
+    return StreamedRows(files, numbers, lambda row: bytes([row["n"] % 11]), **options)
 
 
 @pytest.fixture(params=WRITERS, ids=["jsonl", "gzip", "parquet"])
@@ -118,7 +118,7 @@ def test_rows_per_call_does_not_change_the_order(files: list[Path]) -> None:
 def test_first_rows_and_their_duplicates_are_held_out(files: list[Path]) -> None:
     rows = stream(files, held_out=2, buffer=4)
     assert rows.held_out == [0, 1]
-    assert rows.held_out_contents == {b"\0", b"\1"}
+    assert rows.held_out_identities == {b"\0", b"\1"}
     kept_numbers = [number for number in EPOCH if number % 11 > 1]
     assert sorted(rows.take(len(kept_numbers))) == sorted(kept_numbers)
     rows = stream(files)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from postlude.data.row_stream import RowStream
 from postlude.data.streamed_rows import StreamedRows
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.recipes.config.data import Examples, LabelledExamples, Pairs
@@ -26,7 +27,6 @@ from postlude.recipes.row_sources import (
     ShuffledRows,
     dataset_names,
     next_dataset,
-    prompt_content,
     whole_weights,
 )
 from tests.conftest import Ranks
@@ -60,7 +60,7 @@ def mixed(weights: Sequence[float | None], *sizes: int, held_out: int = 0) -> Mi
 class Contents(list[Any]):
     """Rows that are compared by their number, whatever their dataset."""
 
-    def content(self, index: int) -> bytes:
+    def identity(self, index: int) -> bytes:
         return bytes([self[index][1]])
 
 
@@ -160,8 +160,7 @@ def test_invalid_dataset_list_gives_clear_error(tmp_path: Path, text: str, sente
 
 def streamed(data: Any, budget: int = 400, **options: Any) -> StreamedRows[Any]:
     encoder: StreamEncoder[Any] = StreamEncoder(data, byte_tokenizer(), budget, lambda encoded, *_: encoded)
-    content = lambda row: prompt_content(row if isinstance(row, tuple) else [row])  # noqa: E731
-    return StreamedRows(encoder.files, encoder, content, **options)
+    return StreamedRows(encoder.files, encoder, encoder.identity, **options)
 
 
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
@@ -179,7 +178,9 @@ def test_unshuffled_stream_equals_the_encoded_dataset(tmp_path: Path, kind: str)
     source: ShuffledRows[Any] = ShuffledRows(rows, held_out=0, seed=0, shuffle=False)
     stream = streamed(data)
     assert [stream.take(7) for _ in range(100)] == [source.take(7) for _ in range(100)]
-    assert [stream.content(rows[index]) for index in range(20)] == [rows.content(index) for index in range(20)]
+    identities = [rows.identity(index) for index in range(20)]
+    first = [stream.identity(row) for _, row in RowStream(stream.files).read(20)]
+    assert identities == ([identity for identity in first for _ in range(len(rows) // 300)])[:20]
 
 
 def test_stream_rows_are_refused_or_dropped_like_dataset_rows(tmp_path: Path) -> None:

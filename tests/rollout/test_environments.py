@@ -112,8 +112,8 @@ def test_duplicate_prompts_count_once_among_held_out_ones() -> None:
 
 def test_held_out_prompts_do_not_depend_on_the_process() -> None:
     script = """
-from postlude.rollout.tasks import Task, task_digest
-print(task_digest(Task([{"role": "user", "content": "1"}], {"set": {"a", "b", "c", "d"}}), "row").hex())
+from postlude.rollout.tasks import Task, task_identity
+print(task_identity(Task([{"role": "user", "content": "1"}], {"set": {"a", "b", "c", "d"}}), "row").hex())
 """
     environments = [{**os.environ, "PYTHONHASHSEED": seed} for seed in ("1", "2")]
     command = [sys.executable, "-c", script]

@@ -11,13 +11,14 @@ import json
 import logging
 import sys
 import zlib
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from postlude.data.dataset_splits import choose_files
 from postlude.data.hub import HubRepo, HubSnapshot, hub_repo
+from postlude.data.task_identity import first_different
 
 log = logging.getLogger(__name__)
 
@@ -319,36 +320,25 @@ def _no_column(name: str, column: str, columns: Sequence[str]) -> str:
 
 
 class HeldOutRows:
-    """`count` of `size` rows that are held out, together with every row of the same content.
+    """`count` of `size` rows that are held out, together with every row of the same task.
 
-    `content` returns what a row is compared by. The last rows with different contents are held out. Contents are read
-    when needed, since generating a task may take long. `noun` and `fix` are for the error about too few rows.
+    `identity` returns the identity of a row's task. The last rows that are different tasks are held out. Identities are
+    read when needed, since generating a task may take long. `noun` and `fix` are for the error about too few rows.
     """
 
-    def __init__(self, size: int, content: Callable[[int], bytes], count: int, *, noun: str, fix: str) -> None:
-        self.content, self.size = content, size
-        self.indices: list[int] = []
-        self._contents: set[bytes] = set()
-        for index in reversed(range(size)):
-            if len(self.indices) == count:
-                break
-            if index not in self:
-                self._contents.add(content(index))
-                self.indices.insert(0, index)
+    def __init__(self, size: int, identity: Callable[[int], bytes], count: int, *, noun: str, fix: str) -> None:
+        self.identity, self.size = identity, size
+        places, self.tasks = first_different(((index, identity(index)) for index in reversed(range(size))), count)
+        self.indices = sorted(places)
         if count < 1 or all(index in self for index in range(size)):
             raise ValueError(
-                f"{count} {noun} are to be held out, but {size} {noun} have {len(self._contents)} different prompts, "
+                f"{count} {noun} are to be held out, but {size} {noun} have {len(places)} different prompts, "
                 f"and at least one must be left to train on. {fix}"
             )
 
-    @property
-    def contents(self) -> set[bytes]:
-        """The contents that are held out."""
-        return set(self._contents)
-
-    def exclude(self, contents: set[bytes]) -> None:
-        """Leaves rows with one of these contents out as well: those that another dataset holds out."""
-        self._contents |= contents
+    def exclude(self, identities: Iterable[bytes]) -> None:
+        """Leaves rows of these tasks out as well: those that another dataset holds out."""
+        self.tasks.update(identities)
         if all(index in self for index in range(self.size)):
             raise ValueError(
                 "every row of a dataset has a prompt that another dataset holds out, and at least one must be left to "
@@ -356,8 +346,8 @@ class HeldOutRows:
             )
 
     def __contains__(self, index: object) -> bool:
-        """Whether a row, or one with the same content, is held out."""
-        return isinstance(index, int) and self.content(index) in self._contents
+        """Whether a row, or one of the same task, is held out."""
+        return isinstance(index, int) and self.identity(index) in self.tasks
 
 
 class Sampler:

@@ -24,16 +24,17 @@ import numpy as np
 from postlude.data.chat import EncodedSequence
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.data.encoding import EncodedChunk
+from postlude.data.task_identity import IDENTITY_BYTES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 log = logging.getLogger(__name__)
 
-VERSION = 2  # raise it when the encoding or the format of the cache changes
+VERSION = 3  # raise it when the encoding or the format of the cache changes
 ABOUT = "about.json"
 PREFIX = "rows-"
-ARRAYS = ("tokens", "mask", "starts", "sources")
+ARRAYS = ("tokens", "mask", "starts", "sources", "identities")
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class EncodedDataset:
     starts: NDArray[np.int64]
     sources: NDArray[np.int64]
     """The row of the dataset that each sequence comes from."""
+    identities: NDArray[np.uint8]
+    """The identity of the task of every row of the dataset, [rows, IDENTITY_BYTES]."""
     sequences_per_row: int = 1
     dropped: int = 0
     """The number of sequences that were left out."""
@@ -60,22 +63,9 @@ class EncodedDataset:
         """Returns the sequences of one row."""
         return [self._sequence(index * self.sequences_per_row + offset) for offset in range(self.sequences_per_row)]
 
-    def first_of(self, index: int) -> int:
-        """Returns the first row that comes from the same row of the dataset: a conversation may be one row per turn."""
-        sequence = np.searchsorted(self.sources, self.sources[index * self.sequences_per_row])
-        return int(sequence) // self.sequences_per_row
-
-    def content(self, index: int) -> bytes:
-        """Returns what held-out rows are compared by: the tokens of the prompt, or of the whole row if it has none.
-
-        For a conversation of one row per turn, it is that of the first turn. Only these tokens are read.
-        """
-        first = self.first_of(index) * self.sequences_per_row
-        end, start = first + self.sequences_per_row, int(self.starts[first])
-        prompt = int(self.mask[start : int(self.starts[first + 1])].view(bool).argmax())
-        # A prompt of one token is the beginning-of-sequence token.
-        stop = start + prompt if prompt > 1 else int(self.starts[end])
-        return self.tokens[start:stop].tobytes()
+    def identity(self, index: int) -> bytes:
+        """Returns the identity of a row's task. The rows of a conversation of one row per turn have the same."""
+        return bytes(self.identities[self.sources[index * self.sequences_per_row]])
 
     def _sequence(self, index: int) -> EncodedSequence:
         span = slice(int(self.starts[index]), int(self.starts[index + 1]))
@@ -91,6 +81,7 @@ class EncodedDataset:
             np.concatenate([part.mask for part in parts]),
             np.cumsum(lengths),
             np.concatenate([part.sources for part in parts]),
+            np.concatenate([part.identities for part in parts]).reshape(-1, IDENTITY_BYTES),
             sequences_per_row,
             sum(len(part.too_long) for part in parts),
         )

@@ -26,7 +26,7 @@ CHUNK = 256  # rows
 ROWS_PER_PROCESS = 8 * CHUNK  # fewer are not worth the start of another process
 MAX_PROCESSES = 16
 CHUNK_TIMEOUT = 3600.0  # seconds
-ARRAYS = {"tokens": np.int32, "mask": np.uint8, "lengths": np.int64, "sources": np.int64}
+ARRAYS = {"tokens": np.int32, "mask": np.uint8, "lengths": np.int64, "sources": np.int64, "identities": np.uint8}
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class EncodedChunk:
     lengths: NDArray[np.int64]
     sources: NDArray[np.int64]
     """The row of each sequence."""
+    identities: NDArray[np.uint8]
+    """The identity of each row's task, [rows · IDENTITY_BYTES]."""
     too_long: list[tuple[int, str, int]]
     """Sequences that are left out: the row, its name and the length."""
 
@@ -98,6 +100,7 @@ class ChunkEncoder:
     def encode(self, rows: Sequence[Sequence[Any]], names: Sequence[str], first: int) -> EncodedChunk:
         """Encodes rows, of which the first is row `first` of the dataset."""
         from postlude.data.chat import EncodedSequence, TooLongError
+        from postlude.data.task_identity import row_identity
 
         sequences: list[EncodedSequence] = []
         sources: list[int] = []
@@ -114,6 +117,7 @@ class ChunkEncoder:
             np.array([mark for sequence in sequences for mark in sequence.mask], np.uint8),
             np.array([len(sequence) for sequence in sequences], np.int64),
             np.array(sources, np.int64),
+            np.frombuffer(b"".join(row_identity(self.form, row, self.encoder.turns) for row in rows), np.uint8),
             too_long,
         )
 

@@ -24,8 +24,8 @@ class RowSource(ABC, Generic[Row]):
 
     @property
     @abstractmethod
-    def held_out_contents(self) -> set[bytes]:
-        """What rows are compared by with those held out."""
+    def held_out_identities(self) -> set[bytes]:
+        """The identities of the held-out rows' tasks."""
 
     @property
     @abstractmethod
@@ -37,8 +37,8 @@ class RowSource(ABC, Generic[Row]):
         """Returns the next rows."""
 
     @abstractmethod
-    def exclude(self, contents: set[bytes]) -> None:
-        """Leaves out rows with these contents, which another dataset holds out."""
+    def exclude(self, identities: set[bytes]) -> None:
+        """Leaves out rows of these tasks, which another dataset holds out."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 from postlude.data.datasets import permutation
 from postlude.data.row_source import RowSource
 from postlude.data.row_stream import RowStream, StreamPosition
+from postlude.data.task_identity import TaskSet, first_different
 
 Row = TypeVar("Row")
 RowEncoder: TypeAlias = Callable[[Sequence[Mapping[str, Any]], Sequence[str]], list[list[Row]]]
@@ -24,20 +25,21 @@ class StreamedRows(RowSource[Row]):
     order that follows from the seed, the epoch and their number: a row is visited within `buffer` rows of its place.
     Without it the order is that of the files. Any position is thus found again by reading `buffer` rows.
 
-    The first `held_out` rows with different contents are held out, and no row with one of their contents is returned.
+    The first `held_out` rows of different tasks are held out, and no row of these tasks is returned. `identity` returns
+    the identity of the task of a row as it is read.
     """
 
     def __init__(
         self,
         files: Sequence[Path],
         encode: RowEncoder[Row],
-        content: Callable[[Row], bytes],
+        identity: Callable[[Mapping[str, Any]], bytes],
         *,
         seed: int = 0,
         buffer: int | None = None,
         held_out: int = 0,
     ) -> None:
-        self.files, self.encode, self.content = files, encode, content
+        self.files, self.encode, self.identity = files, encode, identity
         self.seed, self.buffer = seed, buffer
         self.stream = RowStream(files)
         self.start = self.stream.position  # of the current buffer
@@ -48,7 +50,8 @@ class StreamedRows(RowSource[Row]):
         self._encoded: deque[list[Row]] = deque()  # from row `done` on
         self._in_epoch = 0  # rows returned in this epoch
         self._held_out: list[Row] = []
-        self._excluded: set[bytes] = set()
+        self._held_out_identities: set[bytes] = set()
+        self._excluded = TaskSet()
         if held_out:
             self._hold_out(held_out)
 
@@ -84,13 +87,13 @@ class StreamedRows(RowSource[Row]):
         return self.stream.progress
 
     @property
-    def held_out_contents(self) -> set[bytes]:
-        """The contents of the held-out rows."""
-        return {self.content(row) for row in self.held_out}
+    def held_out_identities(self) -> set[bytes]:
+        """The identities of the held-out rows' tasks."""
+        return self._held_out_identities
 
-    def exclude(self, contents: set[bytes]) -> None:
-        """Leaves out every row with one of these contents."""
-        self._excluded |= contents
+    def exclude(self, identities: set[bytes]) -> None:
+        """Leaves out every row of these tasks."""
+        self._excluded.update(identities)
 
     def state(self) -> dict[str, Any]:
         """Returns its position as JSON."""
@@ -121,9 +124,12 @@ class StreamedRows(RowSource[Row]):
             self.start, self.number, self.done = self.stream.position, self.number + 1, 0
             self._read_buffer()
         chunk = self._rows[self.done : self.done + max(count, READ_TOGETHER)]
-        for rows in self.encode([row for _, row in chunk], [location for location, _ in chunk]):
-            used_rows = rows if rows and self.content(rows[0]) not in self._excluded else []
-            self._encoded.append(used_rows)
+        for (_, row), rows in zip(chunk, self._encode(chunk), strict=True):
+            excluded = bool(self._excluded) and self.identity(row) in self._excluded
+            self._encoded.append([] if excluded else rows)
+
+    def _encode(self, chunk: Sequence[tuple[str, Mapping[str, Any]]]) -> list[list[Row]]:
+        return self.encode([row for _, row in chunk], [location for location, _ in chunk])
 
     def _read_buffer(self) -> None:
         rows = self.stream.read(self.buffer or READ_TOGETHER)
@@ -148,11 +154,11 @@ class StreamedRows(RowSource[Row]):
 
     def _hold_out(self, count: int) -> None:
         stream = RowStream(self.files)
-        while len(self._held_out) < count and (chunk := stream.read(READ_TOGETHER)):
-            for rows in self.encode([row for _, row in chunk], [location for location, _ in chunk]):
-                if rows and len(self._held_out) < count and self.content(rows[0]) not in self._excluded:
-                    self._held_out.append(rows[0])
-                    self._excluded.add(self.content(rows[0]))
+        chunks = iter(lambda: stream.read(READ_TOGETHER), [])
+        encoded = ((rows, row) for chunk in chunks for rows, (_, row) in zip(self._encode(chunk), chunk, strict=True))
+        candidates = ((rows[0], self.identity(row)) for rows, row in encoded if rows)
+        self._held_out, self._excluded = first_different(candidates, count)
+        self._held_out_identities = set(self._excluded.identities)
         if len(self._held_out) < count:
             raise ValueError(
                 f"{count} rows are to be held out, but the dataset at {self.files[0]} has {len(self._held_out)} "

@@ -21,6 +21,7 @@ from postlude.data.datasets import Rows, stream_files
 from postlude.data.encoded_dataset import EncodedDataset, cache_key
 from postlude.data.encoding import CHUNK, encode
 from postlude.data.row_stream import RowStream
+from postlude.data.task_identity import row_identity
 from postlude.recipes.config.data import DatasetPath, Examples, Mixture, Pairs
 
 LOG = logging.getLogger(__name__)
@@ -69,9 +70,9 @@ class EncodedRows(Generic[Row]):
         """The largest token id."""
         return int(self.rows.tokens.max())
 
-    def content(self, index: int) -> bytes:
-        """Returns the content that identifies a row as held out or trained."""
-        return self.rows.content(index)
+    def identity(self, index: int) -> bytes:
+        """Returns the identity of a row's task."""
+        return self.rows.identity(index)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -95,9 +96,9 @@ class LabelledRows(Generic[Row]):
         source = int(self.rows.rows.sources[index * self.rows.rows.sequences_per_row])
         return self.make(self.rows[index], None if self.values is None else self.values[source])
 
-    def content(self, index: int) -> bytes:
-        """Returns the content that identifies a row as held out or trained."""
-        return self.rows.content(index)
+    def identity(self, index: int) -> bytes:
+        """Returns the identity of a row's task."""
+        return self.rows.identity(index)
 
 
 def read_column(data: DatasetPath, column: str, read: Callable[[Mapping[str, Any], str, str], Row]) -> list[Row]:
@@ -181,6 +182,11 @@ class StreamEncoder(Generic[Row]):
             encoded_rows = [part for part in parts if not isinstance(part, TooLongError)]
             results.append([self.make_row(part, row, name, self.data) for part in encoded_rows])
         return results
+
+    def identity(self, row: Mapping[str, Any]) -> bytes:
+        """Returns the identity of a row's task."""
+        (values,) = row_values(self.data, Rows(self.data.path.name, [row], ["a row"]), self.form, self.columns)
+        return row_identity(self.form, values, self.encoder.turns)
 
     def check(self) -> tuple[str, int]:
         """Encodes the first rows. Returns a line about them, and their largest token."""

@@ -8,13 +8,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
-from postlude.data.chat import EncodedSequence
 from postlude.data.datasets import HeldOutRows, Sampler
 from postlude.data.row_source import RowSource
 from postlude.recipes.report.metrics import ROWS
-from postlude.rollout.tasks import task_digest
+from postlude.rollout.tasks import task_identity
 
 Row = TypeVar("Row")
 Row_co = TypeVar("Row_co", covariant=True)
@@ -38,8 +35,8 @@ def hold_out_rows(rows: IndexedRows[Any], count: int) -> HeldOutRows:
     If every turn of a conversation is a row, their prompt is that of the conversation.
     """
     fix = "Lower held_out.rows, give more prompts, or set held_out.rows to 0."
-    content = getattr(rows, "content", None) or (lambda index: task_digest(rows[index]))  # encoded rows, or tasks
-    return HeldOutRows(len(rows), content, count, noun="rows", fix=fix)
+    identity = getattr(rows, "identity", None) or (lambda index: task_identity(rows[index]))  # encoded rows, or tasks
+    return HeldOutRows(len(rows), identity, count, noun="rows", fix=fix)
 
 
 class ShuffledRows(RowSource[Row]):
@@ -48,6 +45,7 @@ class ShuffledRows(RowSource[Row]):
     def __init__(self, rows: IndexedRows[Row], *, held_out: int, seed: int, shuffle: bool = True) -> None:
         self.rows = rows
         self.skip = hold_out_rows(rows, held_out) if held_out else None
+        self._held_out_identities = set[bytes]() if self.skip is None else set(self.skip.tasks.identities)
         self.sampler = Sampler(len(rows), seed, skip=self.skip or (), shuffle=shuffle)
 
     def take(self, count: int) -> list[Row]:
@@ -60,14 +58,14 @@ class ShuffledRows(RowSource[Row]):
         return [] if self.skip is None else [self.rows[index] for index in self.skip.indices]
 
     @property
-    def held_out_contents(self) -> set[bytes]:
-        """The contents of the held-out rows."""
-        return set() if self.skip is None else self.skip.contents
+    def held_out_identities(self) -> set[bytes]:
+        """The identities of the held-out rows' tasks."""
+        return self._held_out_identities
 
-    def exclude(self, contents: set[bytes]) -> None:
-        """Leaves out rows with these contents."""
+    def exclude(self, identities: set[bytes]) -> None:
+        """Leaves out rows of these tasks."""
         if self.skip is not None:
-            self.skip.exclude(contents)
+            self.skip.exclude(identities)
 
     @property
     def size(self) -> int:
@@ -101,7 +99,7 @@ class MixedRows(RowSource[Row]):
         self.sources = dict(sources)
         for name, source in self.sources.items():
             other_sources = [other_source for key, other_source in self.sources.items() if key != name]
-            source.exclude(set().union(*(other_source.held_out_contents for other_source in other_sources)))
+            source.exclude(set().union(*(other_source.held_out_identities for other_source in other_sources)))
         self.weights = whole_weights([source.size for source in self.sources.values()], weights)
         self.counts = [0] * len(self.weights)
 
@@ -120,14 +118,14 @@ class MixedRows(RowSource[Row]):
         return [row for source in self.sources.values() for row in source.held_out]
 
     @property
-    def held_out_contents(self) -> set[bytes]:
+    def held_out_identities(self) -> set[bytes]:
         """Those of every dataset."""
-        return set().union(*(source.held_out_contents for source in self.sources.values()))
+        return set().union(*(source.held_out_identities for source in self.sources.values()))
 
-    def exclude(self, contents: set[bytes]) -> None:
+    def exclude(self, identities: set[bytes]) -> None:
         """Leaves them out of every dataset."""
         for source in self.sources.values():
-            source.exclude(contents)
+            source.exclude(identities)
 
     @property
     def size(self) -> int | None:
@@ -197,11 +195,3 @@ def dataset_names(paths: Sequence[Path]) -> list[str]:
         name = path.name.partition("@")[0].partition(".")[0] or path.name
         names.append(name if name not in names else f"{name}-{len(names) + 1}")
     return names
-
-
-def prompt_content(sequences: Sequence[EncodedSequence]) -> bytes:
-    """Returns what a row is compared by: the tokens of its prompt, or all if it has none, as in `EncodedDataset`."""
-    first = sequences[0]
-    prompt = first.mask.index(1)
-    tokens = first.tokens[:prompt] if prompt > 1 else [token for sequence in sequences for token in sequence.tokens]
-    return np.array(tokens, np.int32).tobytes()

@@ -21,7 +21,7 @@ from postlude.recipes.config.recipe_configs import SupervisedConfig
 from postlude.recipes.config.settings import fit_schedule
 from postlude.recipes.dataset import EncodedRows, StreamEncoder, cache_folder
 from postlude.recipes.report.metrics import EVAL, LOSS
-from postlude.recipes.row_sources import IndexedRows, MixedRows, ShuffledRows, dataset_names, prompt_content
+from postlude.recipes.row_sources import IndexedRows, MixedRows, ShuffledRows, dataset_names
 from postlude.recipes.run.directory import is_rank0
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.trainer import StepMetrics, Trainer
@@ -67,7 +67,7 @@ class SupervisedTrainer(Trainer, Generic[Row]):
             return ShuffledRows(self.read_rows(data), held_out=held_out, seed=seed, shuffle=data.shuffle)
         encode = StreamEncoder(data, self.tokenizer, self.config.budget, self.make_row)
         buffer = data.shuffle_buffer if data.shuffle else None
-        return StreamedRows(encode.files, encode, self._content, seed=seed, buffer=buffer, held_out=held_out)
+        return StreamedRows(encode.files, encode, encode.identity, seed=seed, buffer=buffer, held_out=held_out)
 
     def read_rows(self, data: Any) -> IndexedRows[Row]:
         """Returns the rows of a dataset, all in memory."""
@@ -81,9 +81,6 @@ class SupervisedTrainer(Trainer, Generic[Row]):
     def sequences_of(self, row: Any) -> Sequence[EncodedSequence]:
         """Returns the sequences of a row."""
         return [row] if isinstance(row, EncodedSequence) else row
-
-    def _content(self, row: Row) -> bytes:
-        return prompt_content(self.sequences_of(row))
 
     def _steps_of_epochs(self) -> int:
         size = self.rows.size

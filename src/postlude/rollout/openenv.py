@@ -111,7 +111,7 @@ class OpenEnvTasks:
             self._first_observations[seed] = result.value
         text = self._first_observations[seed]
         prompt = chat_prompt(text, self.system) if self.chat else text
-        return Task(prompt, {SEED: seed, SHOWN: text}, f"seed {seed} of {self.server.address}")
+        return Task(prompt, {SEED: seed, SHOWN: text}, f"seed {seed} of {self.server.address}", text)
 
     async def _first_observation(self, seed: int) -> str:
         episode = OpenEnvEpisode(self.server, {SEED: seed})

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal, Protocol, TypeAlias
 
 from postlude.data.chat import Prompt
 from postlude.data.chat_template import Message, with_system
 from postlude.data.datasets import HeldOutRows, Rows
+from postlude.data.task_identity import DIGEST_BYTES, digest, first_different, prompt_identity
 from postlude.pool.open_pool import open_pool
 from postlude.pool.worker_pool import WorkerError
 from postlude.rollout.verifiers import GymEntries, GymReward, decode_entries
@@ -30,6 +30,8 @@ class Task:
     example: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
     """Where it comes from, for reports and error messages."""
+    content: Prompt | None = field(default=None, compare=False)
+    """What identifies it: the prompt before a chat, a system message or a tag were put around it; None is `prompt`."""
 
 
 class Tasks(Protocol):
@@ -61,35 +63,26 @@ def hold_out(tasks: Tasks, count: int, by: SplitBy = "prompt") -> HeldOutRows:
     fix = "Lower evaluation.tasks, give more prompts, or set evaluation.every to 0."
     if by == "prompt":
         fix += " Where prompts are alike and the rest of a row makes the difference, set evaluation.split_by to row."
-    return HeldOutRows(len(tasks), lambda index: task_digest(tasks[index], by), count, noun="tasks", fix=fix)
+    return HeldOutRows(len(tasks), lambda index: task_identity(tasks[index], by), count, noun="tasks", fix=fix)
 
 
-def last_tasks(tasks: Tasks, count: int) -> TaskSubset:
+def last_tasks(tasks: Tasks, count: int, by: SplitBy = "prompt") -> TaskSubset:
     """Returns the `count` tasks that `hold_out` takes. Where different prompts are too few, repeated ones fill up."""
-    contents: set[bytes] = set()
-    different: list[int] = []
-    repeated: list[int] = []
-    for index in reversed(range(len(tasks))):
-        if len(different) == count:
-            break
-        content = task_digest(tasks[index])
-        (repeated if content in contents else different).append(index)
-        contents.add(content)
-    return TaskSubset(tasks, sorted([*different, *repeated][:count]))
+    last = reversed(range(len(tasks)))
+    different, _ = first_different(((index, task_identity(tasks[index], by)) for index in last), count)
+    repeated = (index for index in reversed(range(len(tasks))) if index not in different)
+    return TaskSubset(tasks, sorted([*different, *islice(repeated, count - len(different))]))
 
 
-def task_digest(task: Task, by: SplitBy = "prompt") -> bytes:
-    """Returns a digest of a task's prompt, or of its whole row. It is the same in every process."""
-    return digest([task.prompt] if by == "prompt" else [task.prompt, dict(task.example)])
-
-
-def digest(value: Any) -> bytes:
-    """Returns a digest of plain data. It does not depend on the hash seed of the process."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=_ordered_repr).encode()).digest()
-
-
-def _ordered_repr(value: Any) -> Any:
-    return sorted(map(repr, value)) if isinstance(value, set | frozenset) else repr(value)
+def task_identity(task: Task, by: SplitBy = "prompt", columns: Container[str] | None = None) -> bytes:
+    """Returns what identifies a task: its prompt, or its whole row, or these columns of it. See `prompt_identity`."""
+    content = task.prompt if task.content is None else task.content
+    identity = prompt_identity(content)
+    if by == "prompt":
+        return identity
+    row = {name: value for name, value in task.example.items() if value != content}
+    chosen = {name: value for name, value in row.items() if columns is None or name in columns}
+    return digest([identity[:DIGEST_BYTES].hex(), chosen]) + identity[DIGEST_BYTES:]
 
 
 class ReasoningGym:
@@ -138,13 +131,14 @@ class ReasoningGym:
         entry, name = self._pages[page][offset], f"{self.name} {self.seed}:{index}"
         if self.template is not None:
             try:
-                return Task(self.template.format(**entry), entry, name)
+                return Task(self.template.format(**entry), entry, name, entry["question"])
             except (KeyError, IndexError, AttributeError) as error:
                 raise ValueError(
                     f"the template {self.template!r} asks for {error}, but {name} has: {', '.join(entry)}."
                 ) from error
         question = entry["question"] + (ANSWER_IN_TAG.format(tag=self.tag) if self.tag else "")
-        return Task(chat_prompt(question, self.system) if self.chat else question, entry, name)
+        prompt = chat_prompt(question, self.system) if self.chat else question
+        return Task(prompt, entry, name, entry["question"])
 
     def reward(self) -> GymReward:
         """Returns the reward function."""
@@ -172,7 +166,7 @@ class DatasetTasks:
 
     def __getitem__(self, index: int) -> Task:
         row = self.rows[check_index(index, len(self))]
-        prompt = row[self.prompt]
+        prompt = content = row[self.prompt]
         if not isinstance(prompt, str | list):
             raise ValueError(
                 f'column "{self.prompt}" in {self.rows.location(index)} holds a {type(prompt).__name__}, '
@@ -182,7 +176,7 @@ class DatasetTasks:
             prompt = [{"role": "user", "content": prompt}]
         if isinstance(prompt, list):
             prompt = with_system(prompt, self.system)
-        return Task(prompt, row, self.rows.location(index))
+        return Task(prompt, row, self.rows.location(index), content)
 
 
 def chat_prompt(question: str, system: str | None) -> list[Message]:

@@ -10,6 +10,7 @@ from math import comb
 from statistics import mean
 
 from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.data.task_identity import TaskSet
 from postlude.pool.worker_pool import PoolFactory
 from postlude.recipes.config.settings import EvaluationSetSettings, PassSettings, SamplingSettings
 from postlude.recipes.report.metrics import COMPONENTS, EVAL, LENGTH, PASS, REWARD
@@ -17,7 +18,7 @@ from postlude.recipes.rollouts.prompts import build_environment, prompt_source
 from postlude.recipes.rollouts.sampler import HELD_OUT_SEEDS, RolloutSampler
 from postlude.rollout.conversations import REWARD_FAILED, PromptSource, Trajectory, TrajectoryGroup
 from postlude.rollout.environments import Environment
-from postlude.rollout.tasks import SplitBy, Task, Tasks, hold_out, last_tasks, task_digest
+from postlude.rollout.tasks import SplitBy, Task, Tasks, hold_out, last_tasks, task_identity
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,15 @@ class EvaluationSet:
 
 
 class EvaluatedTasks:
-    """Tasks that are not trained on: those held out, and those with a prompt of one of the sets."""
+    """Tasks that are not trained on: those held out, and those of the sets.
+
+    A task of a set may come from a dataset with other columns: `split_by` "row" compares the columns that both have.
+    """
 
     def __init__(self, tasks: Tasks, count: int, split_by: SplitBy, sets: Mapping[str, Sequence[Task]]) -> None:
         self.tasks, self.split_by = tasks, split_by
         self.held_out = hold_out(tasks, count, split_by)
-        self._digests = {task_digest(task, split_by) for set_tasks in sets.values() for task in set_tasks}
+        self._sets = [_TasksByColumns(set_tasks, split_by) for set_tasks in sets.values() if set_tasks]
         if all(index in self for index in range(len(tasks))):
             names = ", ".join(sets)
             raise ValueError(
@@ -64,9 +68,23 @@ class EvaluatedTasks:
         """Whether the task at this index is evaluated, and so not trained on."""
         if not isinstance(index, int):
             return False
-        return index in self.held_out or (
-            bool(self._digests) and task_digest(self.tasks[index], self.split_by) in self._digests
-        )
+        return index in self.held_out or any(self.tasks[index] in tasks for tasks in self._sets)
+
+
+class _TasksByColumns:
+    """Tasks of a set, compared with others by the columns that both have."""
+
+    def __init__(self, tasks: Sequence[Task], split_by: SplitBy) -> None:
+        self.tasks, self.split_by = tasks, split_by
+        self.columns = frozenset(tasks[0].example).intersection(*(task.example for task in tasks))
+        self._by_columns: dict[frozenset[str], TaskSet] = {}
+
+    def __contains__(self, task: Task) -> bool:
+        columns = self.columns.intersection(task.example) if self.split_by == "row" else frozenset()
+        if columns not in self._by_columns:
+            identities = (task_identity(other, self.split_by, columns) for other in self.tasks)
+            self._by_columns[columns] = TaskSet(identities)
+        return task_identity(task, self.split_by, columns) in self._by_columns[columns]
 
 
 def open_sets(
