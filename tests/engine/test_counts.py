@@ -73,6 +73,17 @@ def test_several_calls_with_the_counts_of_the_step_equal_one(ranks: Any, layout:
         assert "or different counts" in differ
 
 
+def losses_with_empty_counts(group: Any) -> list[float]:
+    engine, part = engine_in("dp_shard=2"), batch()
+    passes = (engine.forward_backward, engine.evaluate_loss)
+    return [run(part, SFT(), **options).loss for run in passes for options in ({}, {"counts": {}})]
+
+
+def test_empty_counts_are_those_of_the_batch(ranks: Any) -> None:
+    for losses in ranks(2, losses_with_empty_counts):
+        assert len(set(losses)) == 1
+
+
 # --- a loss over sequences, further ahead
 
 

@@ -21,7 +21,7 @@ from postlude.model.blocks import MoEConfig
 from postlude.model.parallel import local_shard, region
 from tests.conftest import Ranks
 from tests.engine.live_tensors import live_matrices, storage_bytes
-from tests.engine.training import BUDGET, DAMPED, batch, config, error_text, policy
+from tests.engine.training import BUDGET, DAMPED, batch, bitwise_equal, config, error_text, policy
 from tests.equality import TOLERANCE, assert_equal, difference
 from tests.meshes import mesh
 from tests.model.small import small_config
@@ -311,3 +311,26 @@ def test_an_offloaded_engine_and_lost_gradients_are_refused(ranks: Ranks, tmp_pa
         assert OFFLOADED in actual[f"offloaded {name}"]
         expected = "the gradients of this step were lost" if name == "gradients" else "nothing"
         assert expected in actual[name]
+
+
+def train_on_last_stage(group: Any, directory: str) -> list[dict[str, Tensor]]:
+    """Returns the adapter after a step that follows a checkpoint, without and with a resume."""
+    results = []
+    for resumes in (False, True):
+        engine = build("pp=2", small_config("[*-]{2}", vocab_size=256), LoRA(rank=2, targets="head"))
+        if resumes:
+            engine.load(directory)
+        else:
+            engine.optimizer_step()  # without gradients
+            engine.forward_backward(batch(0), policy)
+            engine.optimizer_step()
+            engine.save(directory)
+        engine.forward_backward(batch(1), policy)
+        engine.optimizer_step()
+        results.append({name: tensor.clone() for name, tensor in stream_adapters(engine)})
+    return results
+
+
+def test_a_rank_that_trains_nothing_counts_steps_without_gradients(ranks: Ranks, tmp_path: Path) -> None:
+    for uninterrupted, resumed in ranks(2, train_on_last_stage, str(tmp_path / "checkpoint")):
+        assert bitwise_equal(resumed, uninterrupted)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,12 @@ from postlude.cli import main
 from postlude.hf.read_model import read_model
 from postlude.layout import Layout
 from postlude.model.block_config import NOMINAL_LENGTH
+from postlude.options import check_overlap
 from postlude.pipeline.schedule import Action
 from postlude.plan.cost import ActionCost, CostModel
-from postlude.plan.forecast import entry_seconds, forecast, simulate_step
+from postlude.plan.forecast import entry_seconds, forecast, memory_of, simulate_step
 from postlude.plan.hardware import HARDWARE, Hardware, load_hardware
-from postlude.plan.search import search
+from postlude.plan.search import layouts, search
 
 ROUND = Hardware(
     flops=1e12, memory=1e9, memory_bandwidth=1e12, intra_node=100.0, inter_node=10.0, latency=0, link_efficiency=1.0
@@ -170,8 +173,35 @@ def test_layout_found_by_search_has_its_forecast_and_fits() -> None:
         assert candidate.model.layout.world_size == 8
         repeated = forecast(candidate.model)
         assert (repeated.step.seconds, repeated.peak) == (candidate.step.seconds, candidate.peak)
-    none = search(model_of("tiny-moe", budget=4096, length=4096, hardware=ROUND), 8, 64 * 4096)
-    assert none.best or none.min_bytes > 0
+
+
+def test_search_names_the_least_memory_if_nothing_fits() -> None:
+    tiny = replace(HARDWARE["h100"], memory=1e6)
+    start = model_of("tiny-moe", budget=4096, length=4096, hardware=tiny)
+    result = search(start, 8, 64 * 4096)
+    models = [
+        replace(start, layout=layout, microbatches=64 // layout.dp)
+        for layout in layouts(start, 8)
+        if layout.pp <= 64 // layout.dp and divides(start, layout)
+    ]
+    peaks = [max(rank.total for rank in memory_of(model, overlap=False)) for model in models]
+    assert result.best == []
+    assert (result.min_bytes, result.fitting) == (min(peaks), len(peaks))
+
+
+def divides(start: CostModel, layout: Layout) -> bool:
+    with suppress(ValueError):
+        start.config.check_layout(layout)
+        check_overlap(overlap=False, pp=layout.pp, vpp=layout.vpp)
+        return True
+    return False
+
+
+def test_search_takes_lengths_that_no_layout_divides() -> None:
+    """Sequences are padded to what a layout divides."""
+    even, odd = (search(model_of("tiny-dense", budget=size, length=size), 4, 64 * size) for size in (4096, 4097))
+    assert odd.fitting == even.fitting
+    assert odd.best[0].model.layout == even.best[0].model.layout
 
 
 @pytest.fixture

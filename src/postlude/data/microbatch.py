@@ -150,6 +150,8 @@ class Microbatch:
     not shifted."""
     temperature: float = 1.0
     """The temperature that the tokens were sampled with: the default of the head's log-probs."""
+    last_values: Mapping[str, Tensor] = field(default_factory=dict)
+    """By column, its value at each sequence's last token, [n, ...], wherever the column was made: see `last_value`."""
     column_stats: Mapping[str, ColumnStats] = field(default_factory=dict)
     """By column, its statistics; computed in `to`, if the microbatch is on the CPU before."""
 
@@ -213,6 +215,14 @@ class Microbatch:
                 "pack(columns=...) or Batch(columns=...)."
             )
         return self.columns[name]
+
+    def last_value(self, name: str) -> Tensor:
+        """Returns the column's value at the last token of each sequence, [n, ...]; of one token too, unlike `column`.
+
+        It is the value of the sequence if the caller gave one for all its tokens.
+        """
+        self.column(name)  # refuses an unknown one
+        return to_device(self.last_values[name], self.tokens.device)
 
     def sequence_sum(self, values: Tensor) -> Tensor:
         """Returns the sum of `values` [T, ...] over each sequence: [n, ...], in float32 or wider, differentiable.

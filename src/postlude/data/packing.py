@@ -167,6 +167,13 @@ def _build_depth(
     tokens, targets = split(shift(content.tokens, depth, 0)), split(shift(content.tokens, depth + 1, IGNORE))
     positions_of, indices_of = (split(to_device(torch.from_numpy(array), device)) for array in (positions, indices))
     columns = {name: split(shift(column, depth + 1, 0)) for name, column in content.columns.items() if name != ROUTING}
+    last = to_device(torch.from_numpy(stops - 1), device)
+    sequence_counts = [len(plan.bins[bin_index]) for bin_index in bin_indices]
+    last_values = {
+        name: column[last].split_with_sizes(sequence_counts)
+        for name, column in content.columns.items()
+        if name != ROUTING
+    }
     routing = split(content.columns[ROUTING]) if ROUTING in content.columns and not depth else None
     return [
         Microbatch(
@@ -175,6 +182,7 @@ def _build_depth(
             positions=positions_of[i],
             targets=targets[i],
             columns={name: column[i] for name, column in columns.items()},
+            last_values={name: values[i] for name, values in last_values.items()},
             batch_indices=indices_of[i],
             sequences=tuple(plan.bins[bin_index]),
             index=bin_index,

@@ -202,9 +202,8 @@ class Engine(TrainingStateProperties):
         `FailureState` explains which errors it raises, and what is lost then.
         """
         self.adapters.check_trainable()
-        counts = counts or None  # an empty mapping means none
         local = self._shard(batch, counts)
-        microbatches = local.microbatches if counts is None else with_step_tokens(local, counts, self.config)
+        microbatches = with_step_tokens(local, counts, self.config) if counts else local.microbatches
         accumulator = self._metric_accumulator(objective, local, counts)
         with self.failure_state.guard_pass("forward_backward", self.training_state.rebuild, gradients=True):
             self.training_state.free_shared_gradients()
@@ -213,6 +212,7 @@ class Engine(TrainingStateProperties):
             accumulator.layer_sums = self.layer_metrics.take_sums(self.local_stages.blocks, self.device)
             values = accumulator.reduce(self._reports_results)
             outputs = self._gather_outputs(objective, local, accumulator)
+            self.training_state.has_gradients = True
         self.failure_state.raise_loss_error(accumulator.loss_error, "forward_backward", gradients=True)
         return self._result(values, local, outputs, *accumulator.layer_totals)
 
@@ -241,7 +241,7 @@ class Engine(TrainingStateProperties):
         self, objective: Objective, local: LocalBatch, counts: Mapping[str, float] | None = None
     ) -> MetricAccumulator:
         """Returns the accumulator of a pass. All ranks raise before it begins if a denominator is unknown."""
-        counts = local.counts if counts is None else counts
+        counts = counts or local.counts  # an empty mapping means none
         check_counts(objective, counts, len(self.config.pattern.mtp))
         normalizer = LossNormalizer(local.microbatches, counts, cp_size=self.mesh.cp.size)
         return MetricAccumulator(normalizer, self.metric_index)

@@ -30,6 +30,8 @@ class TrainingState:
         """The step at which the optimizer was built."""
         self.steps_without_gradients = 0
         """Steps of the optimizer in which no parameter had a gradient: they count in `step`, but changed nothing."""
+        self.has_gradients = False
+        """Whether gradients were added since they were freed: on every rank alike, even one that trains nothing."""
         self.late_start_steps: dict[str, int] = {}
         """The steps with gradients before a parameter's moments started, if later than the optimizer; by name."""
         self.optimizer_config = optimizer
@@ -83,8 +85,7 @@ class TrainingState:
     def count_step(self, finite: bool) -> None:
         """Counts a step, before its gradients are freed. A step with a non-finite gradient norm counts as skipped."""
         self.step, self.skipped = self.step + finite, self.skipped + (not finite)
-        if self.parameters and all(parameter.grad is None for parameter in self.parameters.values()):
-            self.steps_without_gradients += 1
+        self.steps_without_gradients += not self.has_gradients
 
     def set_optimizer(self, optimizer: OptimizerConfig) -> None:
         """Replaces the optimizer, and resets the moments and the schedule. Split weights keep their low bits."""
@@ -100,6 +101,7 @@ class TrainingState:
     def zero_grad(self) -> None:
         """Frees the gradients, and zeroes the blocks' counters."""
         self.optimizer.zero_grad(set_to_none=True)
+        self.has_gradients = False
         for counter in self.stages.token_counters:
             counter.zero_()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from postlude.checks import NonNegative, Positive, check_bounds
 from postlude.objectives.loss import Loss, mean
 from postlude.objectives.preference import REFERENCE
-from postlude.objectives.weights import MeanOverSequences, check_per_token, masked_logprobs, sequence_mean
+from postlude.objectives.weights import MeanOverSequences, check_per_token, masked_logprobs, sequence_value
 
 if TYPE_CHECKING:
     from postlude.model import OutputInputs
@@ -28,7 +28,7 @@ class KTO(MeanOverSequences):
         Δ = Σₜ (log p(tokenₜ) - log p_ref(tokenₜ))
 
     and z an estimate of KL(p ‖ p_ref) that has no gradient: the mean Δ of completions after the prompts of others, at
-    least 0.
+    least 0. A completion without tokens has Δ = 0.
 
     Columns: "reference_logprobs", "desirable", "batch_kl"; `mask`, 1 for the tokens of the completions ("tokens" for
     all).
@@ -54,8 +54,8 @@ class KTO(MeanOverSequences):
         microbatch = inputs.microbatch
         logprob, has_weight = masked_logprobs(inputs, self.mask)
         deltas = microbatch.sequence_sum((logprob - microbatch.column(REFERENCE).float()).where(has_weight, 0.0))
-        desirable = sequence_mean(microbatch, microbatch.column(DESIRABLE).float(), has_weight) > 0.5
-        kl = sequence_mean(microbatch, microbatch.column(BATCH_KL).float(), has_weight)
+        desirable = sequence_value(microbatch, DESIRABLE, has_weight) > 0.5
+        kl = sequence_value(microbatch, BATCH_KL, has_weight)
         sign = desirable.float() * 2 - 1
         weight = (self.desirable_weight * desirable.float()) + self.undesirable_weight * (~desirable).float()
         losses = weight * (-sign * self.beta * (deltas - kl)).sigmoid()  # 1 - σ(x) = σ(-x)

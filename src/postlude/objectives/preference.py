@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from postlude.checks import NonNegative, Positive, check_bounds, check_choice
 from postlude.objectives.loss import Loss, mean
-from postlude.objectives.weights import MeanOverSequences, check_per_token, masked_logprobs, sequence_mean
+from postlude.objectives.weights import (
+    MeanOverSequences,
+    check_per_token,
+    masked_logprobs,
+    sequence_mean,
+    sequence_value,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,8 +116,7 @@ def pair_margins(microbatch: Microbatch) -> Tensor:
     """Returns the margin of each pair, [pairs] fp32."""
     from postlude.data import IGNORE
 
-    margins = sequence_mean(microbatch, microbatch.column(MARGINS).float(), microbatch.targets != IGNORE)
-    return pairs(margins)[0]
+    return pairs(sequence_value(microbatch, MARGINS, microbatch.targets != IGNORE))[0]
 
 
 def rewards_of(chosen: Tensor, rejected: Tensor, beta: float) -> dict[str, Tensor]:

@@ -56,7 +56,9 @@ class ValueLoss(MeanOverTokens):
         metrics = {"value": mean(values, self.over), "value_error": mean(errors, self.over)}
         if self.clip is not None:
             old = microbatch.column(OLD_VALUES).float().where(has_weight, 0.0)
-            clipped = (old + (values - old).clamp(-self.clip, self.clip) - returns).square()
+            change = values - old
+            bounded = (old + change.clamp(-self.clip, self.clip)).where(change.abs() > self.clip, values)
+            clipped = (bounded - returns).square()
             metrics["value_clipped"] = mean((clipped > errors).float(), self.over)
             errors = errors.maximum(clipped)
         return Loss(0.5 * errors, self.over, metrics)

@@ -126,6 +126,16 @@ def sequence_mean(microbatch: Microbatch, values: Tensor, mask: Tensor) -> Tenso
     return microbatch.sequence_sum(values.where(mask, 0.0)) / counts.clamp_min(1.0)
 
 
+def sequence_value(microbatch: Microbatch, name: str, mask: Tensor) -> Tensor:
+    """Returns the value of each sequence in the column `name`, which is the same for all of its tokens: [n] fp32.
+
+    It is read at the tokens in `mask` [T], or at the last token if a sequence has none there.
+    """
+    is_empty = microbatch.sequence_sum(mask.float()) == 0
+    values = sequence_mean(microbatch, microbatch.column(name).float(), mask)
+    return microbatch.last_value(name).float().where(is_empty, values)
+
+
 def broadcast_to_tokens(microbatch: Microbatch, values: Tensor) -> Tensor:
     """Returns the value of each token's sequence: [n] -> [T]."""
     return values[microbatch.packing.sequence_index()]

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from postlude.layout import Layout, Stage
 from postlude.options import ZERO_BUBBLE, Overlap, check_overlap
@@ -28,28 +29,28 @@ class SearchResult:
     fitting: int
     """Layouts that divide the model."""
     min_bytes: float
-    """The minimum number of bytes that a rank needs, of the layouts that were tried."""
+    """The least that the fullest rank of a layout needs, if none fits in memory; infinite otherwise."""
 
 
 def search(start: CostModel, gpus: int, batch_tokens: int, *, overlap: Overlap = False, limit: int = 5) -> SearchResult:
     """Returns the fastest layouts of `gpus` GPUs for steps of at least `batch_tokens` tokens, otherwise as `start`."""
-    usable, min_bytes, fitting = USABLE_MEMORY * start.hardware.memory, math.inf, 0
+    usable = USABLE_MEMORY * start.hardware.memory
     ranked: list[tuple[float, int, CostModel]] = []
+    dividing: list[tuple[float, CostModel]] = []  # with a lower bound of what each needs
     counted: dict[tuple[int, int], ModelParameterCount] = {}
     for layout in layouts(start, gpus):
         microbatches = -(-batch_tokens // (start.budget * layout.dp))
-        if microbatches < layout.pp or start.budget % (2 * layout.cp * layout.tp):
+        if microbatches < layout.pp:
             continue
         with suppress(ValueError):
             check_overlap(overlap, pp=layout.pp, vpp=layout.vpp)
             start.config.check_layout(layout)
-            fitting += 1
             key = layout.tp, layout.ep
             if key not in counted:
                 counted[key] = count_parameters(start.config, layout, adapters=start.adapters)
             model = replace(start, layout=layout, microbatches=microbatches, known=counted[key])
             needed = _weights(model)
-            min_bytes = min(min_bytes, needed)
+            dividing.append((needed, model))
             if needed <= usable:
                 ranked.append((_rough_seconds(model, overlap), len(ranked), model))
     chosen: list[StepForecast] = []
@@ -58,15 +59,29 @@ def search(start: CostModel, gpus: int, batch_tokens: int, *, overlap: Overlap =
         kind = _kind(model.layout)
         if tried[kind] == VARIANTS:
             continue
-        needed = max(candidate.total for candidate in memory_of(model, overlap=overlap))
-        min_bytes = needed if not chosen else min_bytes
-        if needed <= usable:
+        if _peak(model, overlap) <= usable:
             tried[kind] += 1
             chosen.append(forecast(model, overlap=overlap))
         if len(chosen) == SIMULATED:
             break
     best = sorted(chosen, key=lambda candidate: -candidate.tokens_per_second)
-    return SearchResult(_distinct(best)[:limit], fitting, min_bytes)
+    min_bytes = math.inf if best else _least_peak(dividing, overlap)
+    return SearchResult(_distinct(best)[:limit], len(dividing), min_bytes)
+
+
+def _least_peak(bounded: Sequence[tuple[float, CostModel]], overlap: Overlap) -> float:
+    """Returns the least memory that any of these layouts needs, given a lower bound of each."""
+    least = math.inf
+    for bound, model in sorted(bounded, key=itemgetter(0)):
+        if bound >= least:
+            break
+        least = min(least, _peak(model, overlap))
+    return least
+
+
+def _peak(model: CostModel, overlap: Overlap) -> float:
+    """Returns the bytes that the fullest rank needs."""
+    return max(candidate.total for candidate in memory_of(model, overlap=overlap))
 
 
 def _weights(model: CostModel) -> float:
