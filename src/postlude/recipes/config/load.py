@@ -12,6 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from postlude.hf.builtin import BUILTIN, PACKAGED
 from postlude.recipes.config import schema
+from postlude.recipes.config.peer_keys import equivalent
 from postlude.recipes.config.raw import NULL, ConfigError, Dumper, Loader, RawValue, read
 from postlude.recipes.config.schema import (
     KIND,
@@ -54,7 +56,13 @@ def load(
     `[0.9, 0.95]`. A section keeps the defaults of its field; a list or mapping replaces its default.
     """
     raw, node = read(file, overrides, settings), schema.structure(config)  # type: ignore[arg-type]
-    data = _section(node, raw, None)
+    unknown = _UnknownKeys(node)
+    try:
+        data = _section(node, raw, None, unknown)
+    except ConfigError as error:
+        unknown.messages.append(str(error))
+    if unknown.messages:
+        raise ConfigError("\n".join(unknown.messages))
     try:
         loaded = TypeAdapter(config).validate_python(data)
     except ValidationError as error:
@@ -69,34 +77,64 @@ def to_yaml(config: Any, *, masked: bool = False) -> str:
     return yaml.dump(mask(plain) if masked else plain, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _value(node: Node, raw: RawValue, default: Any) -> Any:
+@dataclass
+class _UnknownKeys:
+    """Collects the unknown keys of a config, so that one start reports all of them."""
+
+    root: Node
+    messages: list[str] = field(default_factory=list)
+
+    def add(self, section: Node, kind: str, above: str, name: str, raw: RawValue) -> None:
+        """Adds the key `name` of a section at the path `above`."""
+        while not raw.full_mapping and len(raw.entries) == 1:  # on the command line the path is one argument
+            (raw,) = raw.entries.values()
+        known = [option.path for option in schema.options_of(section, above) if "*" not in option.path]
+        siblings = [key for key in section["properties"] if key != KIND]
+        near = [join(above, key) for key in difflib.get_close_matches(name, siblings, 1)]
+        full_paths = [key + raw.path.removeprefix(join(above, name)) for key in near]
+        last = raw.path.rpartition(".")[2]
+        elsewhere = [path for path in known if path.rpartition(".")[2] == last]
+        if "." in name:
+            hint = "write what follows a dot on a line of its own, indented."
+        elif key := equivalent(last, {option.path for option in schema.options_of(self.root)}):
+            hint = f'use "{key}".'
+        elif meant := [path for path in full_paths if path in known] or near or elsewhere:
+            hint = f'did you mean "{meant[0]}"?'
+        else:
+            hint = f"the keys there are {', '.join(siblings)}."
+        of_kind = f" for {kind}" if kind else ""
+        self.messages.append(f'config key "{raw.path}" is unknown{of_kind} {raw.location}; {hint}')
+
+
+def _value(node: Node, raw: RawValue, default: Any, unknown: _UnknownKeys) -> Any:  # noqa: PLR0911 - one for each shape
     """Returns the value of a field for pydantic: what was written, merged into a default that has keys."""
     if raw.null and schema.optional(node):
         return None
     if sections := schema.sections(node):
         of_lists = [kind for kind in sections if LIST in sections[kind]] if raw.items is not None else []
         if not of_lists:
-            return _section(node, raw, default)
+            return _section(node, raw, default, unknown)
         kind, field = of_lists[0], sections[of_lists[0]][LIST]  # the list stands for this key of the section
-        return {KIND: kind, field: _value(sections[kind]["properties"][field], raw, None)}
+        return {KIND: kind, field: _value(sections[kind]["properties"][field], raw, None, unknown)}
     shape = next(iter(schema.alternatives(node)), {})
     anything = not shape.keys() & {"type", "enum", "const"}
     if shape.get("type") == "object" or (anything and (raw.entries or raw.full_mapping)):
         value_node = shape.get("additionalProperties", True)
-        return _mapping(value_node if isinstance(value_node, dict) else {}, raw, default)
+        return _mapping(value_node if isinstance(value_node, dict) else {}, raw, default, unknown)
     is_text = raw.scalar is not None and not anything and shape.get("type") != "array"
     if raw.entries and not (is_text and raw.full_mapping):
         (first, *_) = raw.entries.values()
-        raise ConfigError(
+        unknown.messages.append(
             f'config key "{first.path}" is unknown {first.location}; "{raw.path}" takes {type_text(node)}.'
         )
+        return default
     if raw.items is not None and not is_text:
         item_nodes = iter(shape.get("prefixItems") or [shape.get("items", {})] * len(raw.items))
-        return [_value(next(item_nodes, {}), item, None) for item in raw.items]
+        return [_value(next(item_nodes, {}), item, None, unknown) for item in raw.items]
     return _scalar(shape, raw)
 
 
-def _section(node: Node, raw: RawValue, default: Any) -> Any:
+def _section(node: Node, raw: RawValue, default: Any, unknown: _UnknownKeys) -> Any:
     """Returns the keys of one of the sections that a field may hold: the written one, or the default's."""
     kinds = schema.sections(node)
     text = None if raw.full_mapping or raw.scalar is None or raw.scalar.tag == NULL else raw.scalar.value
@@ -127,21 +165,22 @@ def _section(node: Node, raw: RawValue, default: Any) -> Any:
     data |= {KIND: chosen} if chosen else {}
     for name, entry in raw.entries.items():
         if name not in known:
-            raise _unknown(kinds[chosen], chosen, raw.path, name, entry)
+            unknown.add(kinds[chosen], chosen, raw.path, name, entry)
+            continue
         if name != KIND or not chosen:
-            data[name] = _value(known[name], entry, data.get(name, known[name].get("default")))
+            data[name] = _value(known[name], entry, data.get(name, known[name].get("default")), unknown)
     for name in kinds[chosen].get("required", ()):
         if name not in data and "" in schema.sections(known[name]):  # the error there names what is missing
-            data[name] = _value(known[name], RawValue(join(raw.path, name), raw.location), None)
+            data[name] = _value(known[name], RawValue(join(raw.path, name), raw.location), None, unknown)
     return data
 
 
-def _mapping(value_node: Node, raw: RawValue, default: Any) -> Any:
+def _mapping(value_node: Node, raw: RawValue, default: Any, unknown: _UnknownKeys) -> Any:
     if not raw.entries and not raw.full_mapping:
         return _scalar({}, raw)
     by_key = raw.scalar is None and not raw.full_mapping
     values = dict(default) if by_key and isinstance(default, Mapping) else {}
-    return values | {name: _value(value_node, entry, values.get(name)) for name, entry in raw.entries.items()}
+    return values | {name: _value(value_node, entry, values.get(name), unknown) for name, entry in raw.entries.items()}
 
 
 def _scalar(shape: Node, raw: RawValue) -> Any:
@@ -233,20 +272,3 @@ def _missing(section: RawValue, name: str, node: Node) -> ConfigError:
     ways = [*(["there"] if section.location else []), *([] if listed else [f"as --{path}"])]
     takes = f"{type_text(node)} {' or '.join(ways)}".rstrip()
     return ConfigError(f'config key "{path}" is missing{location}; give {takes}.')
-
-
-def _unknown(section: Node, kind: str, above: str, name: str, raw: RawValue) -> ConfigError:
-    while not raw.full_mapping and len(raw.entries) == 1:  # on the command line the path is one argument
-        (raw,) = raw.entries.values()
-    known = [option.path for option in schema.options_of(section, above) if "*" not in option.path]
-    siblings = [key for key in section["properties"] if key != KIND]
-    near = [join(above, key) for key in difflib.get_close_matches(name, siblings, 1)]
-    full_paths = [key + raw.path.removeprefix(join(above, name)) for key in near]
-    elsewhere = [path for path in known if path.rpartition(".")[2] == raw.path.rpartition(".")[2]]
-    if meant := [path for path in full_paths if path in known] or near or elsewhere:
-        hint = f'did you mean "{meant[0]}"?'
-    else:
-        hint = f"the keys there are {', '.join(siblings)}."
-    if "." in name:
-        hint = "write what follows a dot on a line of its own, indented."
-    return ConfigError(f'config key "{raw.path}" is unknown{kind and f" for {kind}"} {raw.location}; {hint}')
