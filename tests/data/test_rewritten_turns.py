@@ -199,7 +199,7 @@ CASES: dict[str, tuple[str, Any, list[str]]] = {
         TALK,
         [
             "<|user|>\nTwo?<|end|>\n<|assistant|>\n«2 🙂<|end|>»\n"
-            "<|user|>\nThree?<|end|>\n<|assistant|>\n«3<|end|>\n</s>»"
+            "<|user|>\nThree?<|end|>\n<|assistant|>\n«3<|end|>»\n</s>"
         ],
     ),
     "phi3, a question at the end": (

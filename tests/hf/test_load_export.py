@@ -196,7 +196,9 @@ def test_export_has_model_card_and_generation_config(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert line in readme.splitlines()
     generation = GenerationConfig.from_pretrained(directory)
-    assert (generation.eos_token_id, generation.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    end_of_turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert generation.eos_token_id == [tokenizer.eos_token_id, end_of_turn]
+    assert generation.pad_token_id == tokenizer.pad_token_id
     (directory / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": [257, 259]}')
     second_export = export_hf(
         load_model(directory), tmp_path / "again", generation_config=read_generation_config(directory)

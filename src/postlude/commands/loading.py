@@ -40,7 +40,7 @@ def load_generator(
     else:
         model = load_model(options.model, dtype=dtype, device=device)
     set_limits = {name: getattr(options, name) for name in limits if getattr(options, name) is not None}
-    eos_tokens = end_tokens(read_generation_config(options.model), tokenizer.eos_token_id)
+    eos_tokens = end_tokens(read_generation_config(options.model), tokenizer)
     return Generator(model.eval(), tokenizer, eos_tokens=eos_tokens, **set_limits), tokenizer
 
 

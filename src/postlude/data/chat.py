@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
 
 from postlude.checks import check_choice
 from postlude.data.chat_template import (
+    PLACEHOLDER,
     QUESTION,
     ChatTemplate,
     EncodingError,
@@ -43,8 +44,6 @@ RowFormat: TypeAlias = Literal["conversation", "completion", "preference"]
 """The format of a dataset's rows, named after the method of `Encoder` that takes them."""
 Prompt: TypeAlias = str | Sequence[Message]
 """Text to continue, or messages to answer."""
-
-PLACEHOLDER = "what was said."  # stands for a sampled turn when the template renders what follows one
 
 
 class TooLongError(ValueError):

@@ -32,6 +32,7 @@ PLAIN_TEMPLATE = (
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\b")
 
 QUESTION: Message = {"role": "user", "content": "?"}
+PLACEHOLDER = "what was said."  # stands for an answer where the template's text around one is looked at
 PROBE = "reasoning-probe"
 REASONING_PROBES: tuple[Message, ...] = (  # the ways in which templates take reasoning
     {"role": "assistant", "content": f"<think>\n{PROBE}\n</think>\n\n."},
@@ -154,7 +155,7 @@ class ChatTemplate:
         key = (self.source(tools), content and "text")
         if key not in self._known:
             turn = {"role": "assistant", "content": key[1], "tool_calls": [CALL]}
-            text, question = (self._try_render(messages, tools) for messages in ([QUESTION, turn], [QUESTION]))
+            text, question = (self.try_render(messages, tools) for messages in ([QUESTION, turn], [QUESTION]))
             self._known[key] = NAME in text and text.count("None") <= question.count("None")
         return self._known[key]
 
@@ -171,7 +172,7 @@ class ChatTemplate:
             raise ValueError(f"the tools of {row} are {shorten(tools)}, but tools are a list of JSON schemas.")
         key = (self.source(tools), "tools")
         if key not in self._known:
-            self._known[key] = NAME in self._try_render([QUESTION], [TOOL])
+            self._known[key] = NAME in self.try_render([QUESTION], [TOOL])
         if not self._known[key]:
             raise ValueError(
                 f"{row} has tools, which the tokenizer's chat template does not write. Use a tokenizer whose template "
@@ -218,12 +219,12 @@ class ChatTemplate:
         if key not in self._known:
             after = [{"role": role, "content": "."} for role in roles]
             self._known[key] = any(
-                PROBE in self._try_render([QUESTION, turn]) and PROBE not in self._try_render([QUESTION, turn, *after])
+                PROBE in self.try_render([QUESTION, turn]) and PROBE not in self.try_render([QUESTION, turn, *after])
                 for turn in REASONING_PROBES
             )
         return self._known[key]
 
-    def _try_render(self, messages: Sequence[Message], tools: Tools = None) -> str:
+    def try_render(self, messages: Sequence[Message], tools: Tools = None) -> str:
         """Returns the text of messages, or an empty one if the template refuses them."""
         try:
             return self.render(messages, tools)

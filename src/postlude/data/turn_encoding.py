@@ -9,6 +9,7 @@ from typing import TypeAlias, TypeVar
 from postlude.data.chat_template import ChatTemplate, Message, Tools, as_encoding_error, reasoning_of
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.data.text_tokens import ContinuationText, TextTokens, mask_of_spans
+from postlude.data.turn_ends import special_tokens, turn_ends
 
 Result = TypeVar("Result")
 EncodingSteps: TypeAlias = Generator[list[str], list[list[int]], Result]
@@ -26,9 +27,13 @@ class TurnEncoder:
 
     @cached_property
     def special(self) -> frozenset[int]:
-        """The end token and every token outside the ordinary vocabulary."""
-        end = self.tokenizer.eos_token_id
-        return frozenset([] if end is None else [end]) | frozenset(self.tokenizer.get_added_vocab().values())
+        """The tokens that no text of a message is made of."""
+        return special_tokens(self.tokenizer)
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a turn."""
+        return frozenset(turn_ends(self.tokenizer, self.template.options))
 
     def encode(
         self, messages: list[Message], turns: list[int], tools: Tools, row: str
@@ -119,12 +124,14 @@ class TurnEncoder:
             # What a template writes after the last turn alone, such as an end token, is no part of the turn.
             if not all(token in self.special or self._is_space(token) for token in through[end:]):
                 return None
-        # A template may write a line break after the token that ends the turn. It is never sampled, nor trained on.
-        last = end
-        while last > start and tokens[last - 1] not in self.special and self._is_space(tokens[last - 1]):
-            last -= 1
-        if last > start and tokens[last - 1] in self.special:
-            return last
+        # What a template writes after the token that ends the turn, such as a line break, is never sampled, nor trained
+        # on. Without that token, the turn ends with the last special one.
+        ending = end
+        while ending > start and (tokens[ending - 1] in self.special or self._is_space(tokens[ending - 1])):
+            ending -= 1
+        special = [index for index in range(ending, end) if tokens[index] in self.special]
+        if special:
+            return 1 + ([index for index in special if tokens[index] in self.ends] or special)[-1]
         return end if is_prefix and end > start else None
 
     def _is_space(self, token: int) -> bool:

@@ -145,8 +145,7 @@ class SyncedGenerator(ReplicatedGenerator):
                 blocks=engine.block_types,
                 batch_invariant=engine.builder.batch_invariant,
             )
-        eos_token = tokenizer.eos_token_id if tokenizer is not None else None
-        limits.setdefault("eos_tokens", end_tokens(engine.generation_config, eos_token))
+        limits.setdefault("eos_tokens", end_tokens(engine.generation_config, tokenizer))
         super().__init__(model.to_empty(device=engine.device).eval(), tokenizer, **limits)
         self.copied_step = -1
         self._copied_adapter: str | None = None

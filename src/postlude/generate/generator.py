@@ -27,6 +27,7 @@ from postlude.generate.routing_record import check_routing_record
 from postlude.generate.sampling_params import SamplingParams, sampling_per_prompt
 from postlude.generate.scheduler import Scheduler
 from postlude.generate.text_stream import StopStrings, completion_text
+from postlude.hf.read_model import end_tokens
 from postlude.lora import AdapterConfig
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.batch_invariant import check_batch_invariant
@@ -46,8 +47,8 @@ class Generator:
 
     `max_batch_tokens` is the size of the KV cache in tokens; without CUDA graphs each running completion takes as many
     as the longest. `max_sequences` limits the running completions, `max_prefill_tokens` the prompt tokens prefilled
-    in one forward (a longer prompt is prefilled alone). `eos_tokens` end a completion. They default to the tokenizer's;
-    `hf.read_model.end_tokens` returns all that a model's files name.
+    in one forward (a longer prompt is prefilled alone). `eos_tokens` end a completion. They default to the tokenizer's
+    and its chat template's; `hf.read_model.end_tokens` returns those of a model's files too.
 
     draft: "mtp" is speculative decoding with the model's first multi-token-prediction depth. It does not change the
         completions.
@@ -123,9 +124,7 @@ class Generator:
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
         self.max_prefill_tokens = max_prefill_tokens
-        if eos_tokens is None and tokenizer is not None and tokenizer.eos_token_id is not None:
-            eos_tokens = (tokenizer.eos_token_id,)
-        self.eos_tokens = frozenset(eos_tokens or ())
+        self.eos_tokens = frozenset(end_tokens({}, tokenizer) if eos_tokens is None else eos_tokens)
         self.adapters = NamedAdapters(model)
         self.fp8_weights = FP8Weights(model) if quantization is not None else None
         self._has_fp8_weights = False

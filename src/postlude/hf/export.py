@@ -21,7 +21,7 @@ from postlude.hf.families import FAMILIES
 from postlude.hf.family import Families, Family, copy_to_hf, map_to_hf
 from postlude.hf.model_card import MARK, ModelCard
 from postlude.hf.postlude_format import POSTLUDE_CONFIG, PostludeConfig
-from postlude.hf.read_model import CONFIG, GENERATION, SPECIAL_TOKENS, read_generation_config
+from postlude.hf.read_model import CONFIG, GENERATION, SPECIAL_TOKENS, end_tokens, read_generation_config
 from postlude.hf.tensor_sources import INDEX, SINGLE, hf_config
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import BLOCKS, BlockTable
@@ -123,6 +123,9 @@ class ModelFiles:
             for name in SPECIAL_TOKENS:
                 if generation_config.get(name) is None and getattr(self.tokenizer, name, None) is not None:
                     generation_config[name] = getattr(self.tokenizer, name)
+            ends = end_tokens(generation_config, self.tokenizer)
+            if len(ends) > 1:
+                generation_config["eos_token_id"] = list(ends)
         (directory / GENERATION).write_text(json.dumps(generation_config, indent=2, sort_keys=True) + "\n")
 
 

@@ -12,7 +12,9 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
+from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.data.hub import HubRepo, hub_repo
+from postlude.data.turn_ends import turn_ends
 from postlude.hf.builtin import BUILTIN, PACKAGED, packaged
 from postlude.hf.families import FAMILIES
 from postlude.hf.family import Families, Family, TensorSource
@@ -156,11 +158,13 @@ def read_generation_config(source: Source, blocks: BlockTable = BLOCKS) -> dict[
     return {name: settings[name] for name in SPECIAL_TOKENS if settings.get(name) is not None}
 
 
-def end_tokens(generation_config: Mapping[str, Any], eos_token_id: int | None) -> tuple[int, ...]:
-    """Returns the tokens that end a completion: those of `read_generation_config`, and the tokenizer's."""
+def end_tokens(generation_config: Mapping[str, Any], tokenizer: ChatTokenizer | None) -> tuple[int, ...]:
+    """Returns the tokens that end a completion: those of `read_generation_config`, the tokenizer's, the template's."""
     stated = generation_config.get("eos_token_id")
     tokens = list(stated) if isinstance(stated, list | tuple) else [stated]
-    return tuple(sorted({int(token) for token in (*tokens, eos_token_id) if token is not None}))
+    if tokenizer is not None:
+        tokens += [tokenizer.eos_token_id, *turn_ends(tokenizer)]
+    return tuple(dict.fromkeys(int(token) for token in tokens if token is not None))
 
 
 def model_from_hf(hf: PretrainedConfig, families: Families = FAMILIES) -> tuple[Family, ModelConfig]:

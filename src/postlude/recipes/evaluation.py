@@ -127,7 +127,7 @@ def _make_engine(config: EvalConfig, tokenizer: Any, device: str, runtime: Runti
     draft = config.sampling.draft
     model = load_model(config.model, dtype=dtype, device=device, mtp=draft is not None).eval()
     model.batch_invariant = config.batch_invariant
-    eos_tokens = end_tokens(read_generation_config(config.model), tokenizer.eos_token_id)
+    eos_tokens = end_tokens(read_generation_config(config.model), tokenizer)
     return ReplicatedGenerator(
         model,
         tokenizer,

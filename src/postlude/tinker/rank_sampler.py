@@ -75,7 +75,7 @@ class RankSampler:
             tokenizer,
             max_batch_tokens=settings.max_batch_tokens,
             max_sequences=settings.max_sequences,
-            eos_tokens=end_tokens(engine.generation_config, tokenizer.eos_token_id),
+            eos_tokens=end_tokens(engine.generation_config, tokenizer),
         )
         self.budget = settings.budget
         self._session = Session(self.generator)

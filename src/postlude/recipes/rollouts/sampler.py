@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from postlude.data import Batch
 from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.data.turn_ends import turn_ends
 from postlude.engine import Engine
 from postlude.engine.batch_sharding import scatter_batch
 from postlude.generate.distributed import DistributedEngine
@@ -73,7 +74,9 @@ class RolloutSampler:
         offloaded_engine: Engine | None = None,
     ) -> None:
         self.rollout_engine, self.environment, self.settings = rollout_engine, environment, settings
-        self.params = replace(settings.params, stop_tokens=settings.stop_ids(tokenizer))
+        # The generator ends turns by itself; servers are told, since their model's files may not say what ends one.
+        stop_tokens = dict.fromkeys([*settings.stop_ids(tokenizer), *turn_ends(tokenizer)])
+        self.params = replace(settings.params, stop_tokens=tuple(stop_tokens))
         self.budget, self.seed, self.timer = budget, seed, timer
         self.background, self.signals, self.offloaded_engine = background, signals, offloaded_engine
         self._reported_lost_workers = 0

@@ -24,7 +24,7 @@ class TextAPI(ServerAPI):
 
     - a prompt whose text does not encode to exactly its tokens is refused;
     - `Completion.tokens` are the encoded text, which may differ from the tokens that were sampled;
-    - the tokenizer's end-of-sequence token is added where the finish reason is "stop". `SamplingParams.stop` and
+    - the tokenizer's end-of-sequence token is added where the finish reason is "stop". `SamplingParams.stop` and other
       `stop_tokens` are refused, since the server does not report which one ended a completion;
     - `Completion.logprobs` and `sampled_logprobs` are empty. Compute them with the trainer.
 
@@ -48,11 +48,11 @@ class TextAPI(ServerAPI):
     async def generate(self, send: SendRequest, model: str, request: Request) -> Completion:
         """Returns one completion."""
         sampling = request.sampling
-        if sampling.stop or sampling.stop_tokens:
+        if sampling.stop or set(sampling.stop_tokens) - {self.tokenizer.eos_token_id}:
             raise ValueError(
                 f"a request has stop={sampling.stop!r} and stop_tokens={sampling.stop_tokens!r}, but a text-only "
-                "server does not report which of them ended a completion. Leave both empty, or use a server that "
-                "returns token ids."
+                "server does not report which of them ended a completion. Leave both empty, and use a tokenizer whose "
+                "eos_token is what ends a turn of its chat template; or use a server that returns token ids."
             )
         optional = {"top_k": sampling.top_k, "min_p": sampling.min_p, "ignore_eos": sampling.ignore_eos}
         body = {
