@@ -448,6 +448,7 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
         "and a model without a Hugging Face family is written in Postlude's own format (docs/models.md)",
     )
     option("--mtp", action="store_true", help="keep the source's multi-token-prediction depths")
+    option("--without-value-head", action="store_true", help="leave out the value head of a reward model or a critic")
     option("--seed", type=seed, default=0, help="random seed of new weights")
     option("--overwrite", action="store_true", help="replace a model in DST")
 

@@ -10,11 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
-from postlude import LanguageModel, Layout
+from postlude import LanguageModel, Layout, Pattern, load_model
+from postlude.cli import main
 from postlude.data import Batch
 from postlude.engine import AdamW, Engine
+from postlude.engine.export import export
+from postlude.hf.export import export_hf
+from postlude.hf.model_source import Recast
+from postlude.lora import LoRA
 from postlude.model import OutputInputs
 from postlude.model.parallel import local_shard, region
 from postlude.objectives import Loss, Objective, PolicyGradient, ValueLoss
@@ -115,8 +120,9 @@ def test_steps_with_a_critic_equal_torchs_adamw_on_a_plain_model(
         assert_equal(actual["losses"], torch.tensor(losses), "losses")
         assert_equal(actual["norms"], torch.tensor(plain.norms), "norms")
         assert_equal(actual["critic"], critic.weight, "critic")
-        for name, tensor in plain.weights().items():
-            assert_equal(actual["weights"][name], tensor, name)
+        expected = plain.weights()
+        for name, tensor in actual["weights"].items():
+            assert_equal(tensor, expected[name], name)
 
 
 # --- PPO
@@ -262,6 +268,45 @@ def test_streams_copies_and_exports_exclude_the_critic(ranks: Any, tmp_path: Pat
     assert ranks(2, stream_copy_and_export, layout, str(tmp_path / "export")) == [(True, True, True, False)] * 2
     _, actual = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
     assert not actual["unexpected_keys"]
+
+
+# --- where a value head starts from
+
+
+def heads(group: Any, layout: str, directory: str) -> dict[str, Tensor]:
+    """Returns the value head of engines by their source. One rank writes the sources."""
+    if not layout:
+        engine = build("", UNTIED, critic=True)
+        train(engine, [1], value)
+        engine.save(f"{directory}/checkpoint")
+        export(engine, f"{directory}/exported", None, torch.float32, card=None, overwrite=False, classifier=True)
+        export_hf(load_model(f"{directory}/checkpoint", value_head=True), f"{directory}/loaded")
+        classifier = AutoModelForSequenceClassification.from_pretrained(f"{directory}/exported")
+        classifier.save_pretrained(f"{directory}/classifier")  # without a head of the language model
+        engine = build("", f"{directory}/exported", critic=True, lora=LoRA(rank=2))
+        engine.save(f"{directory}/adapters")
+        for source in (["checkpoint"], ["adapters", "exported"], ["exported", "--without-value-head"]):
+            paths = [f"{directory}/{part}" if part[0] != "-" else part for part in source]
+            assert main(["convert", *paths, f"{directory}/from-{source[-1]}"]) == 0
+    pattern = str(Pattern.parse("[*-]*-"))
+    sources = {name: f"{directory}/{name}" for name in ("checkpoint", "exported", "loaded", "classifier")}
+    converted = {name: f"{directory}/from-{name}" for name in ("checkpoint", "exported", "--without-value-head")}
+    cases: dict[str, dict[str, Any]] = {
+        name: {"source": source} for name, source in (sources | {f"from {n}": s for n, s in converted.items()}).items()
+    }
+    cases |= {f"{name}, recast": {"source": Recast(source, pattern)} for name, source in sources.items()}
+    cases |= {f"{name}, lora": {"source": source, "lora": LoRA(rank=2)} for name, source in sources.items()}
+    return {name: full_critic(build(layout, critic=True, **case)) for name, case in cases.items()}
+
+
+def test_an_engine_starts_from_the_value_head_of_every_source_that_has_one(ranks: Any, tmp_path: Path) -> None:
+    for layout in ("", "pp=2"):
+        for actual in ranks(size(layout), heads, layout, str(tmp_path)):
+            assert not actual.pop("from --without-value-head").any()
+            expected = actual["checkpoint"]
+            assert expected.any()
+            for name, head in actual.items():
+                assert torch.equal(head, expected), (layout, name)
 
 
 def no_critic(group: Any) -> str:

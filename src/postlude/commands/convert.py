@@ -24,6 +24,7 @@ from postlude.hf.merge_adapter import (
 from postlude.hf.model_card import ModelCard
 from postlude.hf.model_source import Recast, Source
 from postlude.hf.read_model import read_generation_config, read_model, read_recast_plan, with_mtp
+from postlude.hf.sequence_classification import has_value_head
 from postlude.layout import Layout
 from postlude.model import LanguageModel, ModelConfig, Pattern
 from postlude.model.block_config import BlockConfig
@@ -70,7 +71,16 @@ def run(options: argparse.Namespace) -> None:
         tokenizer = None
         print(f"postlude convert: {error} The weights are written without one.", file=sys.stderr)
     dtype = options.dtype and getattr(torch, options.dtype)
-    model = load_model(source, dtype=dtype if adapter is None else torch.float32, seed=options.seed)
+    value_head = has_value_head(source) or (adapter is not None and adapter.value_head is not None)
+    if value_head:
+        value_head = not options.without_value_head
+        print_line(
+            "Writes the value head too, and so a model that classifies sequences; --without-value-head leaves it out."
+            if value_head
+            else "Leaves out the value head."
+        )
+    load_dtype = dtype if adapter is None else torch.float32
+    model = load_model(source, dtype=load_dtype, seed=options.seed, value_head=value_head)
     if adapter is not None:
         _check_base(adapter, model, str(options.source))
         merge_adapter(model, adapter)

@@ -26,7 +26,7 @@ from postlude.engine.streaming import (
 )
 from postlude.engine.training_state import TrainingState
 from postlude.hf.checksum import name_weight, position_sum
-from postlude.hf.family import NOT_IN_HF, Family, map_to_hf
+from postlude.hf.family import VALUE_HEAD, Family, map_to_hf
 from postlude.hf.lora_targets import adapter_configs
 from postlude.hf.peft import base_entries, read_adapter, to_peft, write_adapter
 from postlude.hf.read_peft import from_peft
@@ -291,7 +291,7 @@ def base_fingerprint(tensors: Mapping[str, Tensor], mesh: Mesh, shared_parameter
     """Returns a digest of the base's weights, rounded to bf16: the same in every layout. Every rank calls it."""
     total = torch.zeros((), dtype=torch.int64, device=device_of(tensors, mesh))
     for name, tensor in tensors.items():
-        in_base = tensor.is_floating_point() and not is_adapter(name) and name not in NOT_IN_HF
+        in_base = tensor.is_floating_point() and not is_adapter(name) and name != VALUE_HEAD
         if in_base and is_owner(name, tensor, mesh, shared_parameters):
             bits = local_shard(tensor).to(torch.bfloat16).contiguous().view(torch.int16)
             start = tuple(part.start for part in region(tensor))

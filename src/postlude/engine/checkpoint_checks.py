@@ -11,12 +11,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from postlude.hf.family import VALUE_HEAD
 from postlude.hf.tensor_sources import MODEL
 from postlude.lora import AdapterConfigs
 from postlude.sharded_tensors import TensorShard, damaged_files
 from postlude.world.agreement import gather_and_decide
 
-CRITIC = f"{MODEL}value_head.weight"
+CRITIC = f"{MODEL}{VALUE_HEAD}"
 FINGERPRINT_KIND = "ordered:"  # begins every fingerprint; earlier ones did not depend on the order of the numbers
 
 

@@ -58,8 +58,8 @@ class Engine(TrainingStateProperties):
         tensors are streamed under Postlude's names. For a `Recast`, `new_tensors` names those that the source lacked.
     device: by default the one that `postlude.ranks()` chose for this rank.
     recompute, scan_backend, head: as for `LanguageModel`.
-    critic: adds a value head, initially zero. It is trained, clipped, saved and loaded like every other parameter,
-        and is not part of streamed or exported weights.
+    critic: adds a value head: the source's, or one of zeros if it has none. It is trained, clipped, saved and loaded
+        like every other parameter, and is not part of streamed or exported weights.
     mtp: loads the multi-token-prediction depths of the source and trains them with an objective that requests them
         (`MTP`). With mtp=False they are not loaded, and those of a `ModelConfig` are not trained.
     overlap: True interleaves one microbatch's forward with another's backward, which overlaps the experts' all-to-all

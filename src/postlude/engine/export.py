@@ -20,11 +20,11 @@ from postlude.engine.streaming import (
     plan_tensors,
 )
 from postlude.hf.export import ModelFiles, export_config, untied, write_model_directory
-from postlude.hf.family import Families
+from postlude.hf.family import VALUE_HEAD, Families, map_to_hf
 from postlude.hf.model_card import ModelCard
 from postlude.hf.postlude_format import PostludeConfig
 from postlude.hf.read_model import read_model_with_mtp
-from postlude.hf.sequence_classification import SCORE, VALUE_HEAD, as_classifier, score_mapping
+from postlude.hf.sequence_classification import as_classifier
 from postlude.model import ModelConfig
 from postlude.model.blocks import BlockTable
 from postlude.model.recast import RecastPlan, plan_recast
@@ -106,8 +106,9 @@ def export(
                 "no Hugging Face family describes this model, so that transformers cannot read a reward model of it. "
                 "Set export to false, and load its checkpoint with Engine(..., critic=True)."
             )
-        config, size = as_classifier(config), model.config.hidden_size
-        tensors.append(StreamedTensor(SCORE, (1, size), ((VALUE_HEAD, score_mapping(size)),), torch.float32))
+        config = as_classifier(config)
+        for head in map_to_hf(family, model.config, [(VALUE_HEAD, (model.config.hidden_size,))]).values():
+            tensors.append(StreamedTensor(head.name, head.shape, head.parts, torch.float32))
     stream = InterruptibleStream(plan_buckets(tensors, dtype), model, dtype)
 
     def write() -> None:

@@ -22,6 +22,7 @@ from postlude.model.adapters import freeze_base
 from postlude.model.batch_invariant import check_batch_invariant
 from postlude.model.blocks import Block, BlockTable
 from postlude.model.fp8 import use_fp8
+from postlude.model.parallel import local_shard
 from postlude.ops.fp8 import check_fp8
 from postlude.options import Overlap, Recompute, ScanBackend, WeightStorage
 from postlude.pipeline import Executor
@@ -144,7 +145,10 @@ class StageBuilder:
         return self._build(old.models, lambda index, model: _move_tensors(old.models[index], model))
 
     def build_on(self, base: Stages, seed: int) -> Stages:
-        """Returns stages that share the frozen tensors of `base`, with new trained parameters initialised by `seed`."""
+        """Returns stages that share the frozen tensors of `base`. The trained ones are their own.
+
+        Adapters are initialised by `seed`; a value head starts from the one of `base`.
+        """
 
         def share(index: int, model: LanguageModel) -> None:
             new = {
@@ -152,8 +156,12 @@ class StageBuilder:
                 for name, parameter in model.named_parameters()
                 if parameter.requires_grad
             }
+            in_base = {name: tensor for name, tensor in base.models[index].state_dict().items() if name in new}
             _move_tensors(base.models[index], model, new)
-            model.reset(seed, only=new)
+            model.reset(seed, only=new.keys() - in_base.keys())
+            with torch.no_grad():
+                for name, tensor in in_base.items():
+                    local_shard(new[name]).copy_(local_shard(tensor))
 
         return self._build(base.models, share)
 

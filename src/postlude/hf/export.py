@@ -22,6 +22,7 @@ from postlude.hf.family import Families, Family, copy_to_hf, map_to_hf
 from postlude.hf.model_card import MARK, ModelCard
 from postlude.hf.postlude_format import POSTLUDE_CONFIG, PostludeConfig
 from postlude.hf.read_model import CONFIG, GENERATION, SPECIAL_TOKENS, end_tokens, read_generation_config
+from postlude.hf.sequence_classification import as_classifier
 from postlude.hf.tensor_sources import INDEX, SINGLE, hf_config
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import BLOCKS, BlockTable
@@ -84,7 +85,8 @@ def export_model(
     """Writes what `export_hf` writes if a Hugging Face family describes the model, else Postlude's own format.
 
     That has the same files, but `postlude.json` instead of config.json, and tensors under our names. `load_model`,
-    `Engine` and every command read it, transformers does not. See `hf/postlude_format.py`.
+    `Engine` and every command read it, transformers does not. See `hf/postlude_format.py`. A model with a value head
+    becomes a reward model that transformers' AutoModelForSequenceClassification reads.
     """
     if model.stage.count != 1 or model.layout.world_size != 1:
         raise ValueError(
@@ -92,6 +94,8 @@ def export_model(
             "writes whole ones. Use Engine.export_hf."
         )
     family, written = export_config(model.config, next(model.parameters()).dtype, families, model.block_types)
+    if model.value_head is not None and isinstance(written, PretrainedConfig):
+        written = as_classifier(written)
     settings = read_generation_config(model.config) if generation_config is None else generation_config
     return write_model_directory(
         directory,

@@ -18,7 +18,9 @@ from postlude.hf.mtp_names import LAYER, MTPNames
 from postlude.model import ModelConfig
 
 OUTER = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-NOT_IN_HF = ("value_head.weight",)  # Hugging Face models have no such tensor
+VALUE_HEAD = "value_head.weight"
+SCORE = "score.weight"
+"""The name of the value head [H], as [1, H], in transformers' models that classify sequences, and in our own format."""
 EXPERT = "{expert}"
 Region: TypeAlias = tuple[slice, ...]
 HFConfig: TypeAlias = Any
@@ -192,9 +194,10 @@ def tensor_mappings(
 ) -> Iterator[TensorMapping]:
     """Yields the mappings of the Postlude tensor of this name and full shape: one, or one per expert, and its copies.
 
-    Without a family it keeps its Postlude name. Tensors in `NOT_IN_HF` have no mapping.
+    Without a family it keeps its Postlude name. The value head is `SCORE` in every family.
     """
-    if name in NOT_IN_HF:
+    if name == VALUE_HEAD:
+        yield TensorMapping(SCORE, (1, *shape), region=(slice(0, shape[0]),))
         return
     mapping = TensorMapping(name) if family is None else family.mapping(name, config)
     full_region = tuple(slice(0, size) for size in shape)

