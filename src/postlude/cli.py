@@ -320,6 +320,7 @@ def _add_verify(command: argparse.ArgumentParser) -> None:
 def _add_logprobs(command: argparse.ArgumentParser) -> None:
     _add_model(command)
     command.add_argument("--text", required=True, help="text to score; - reads standard input")
+    _add_context_length(command)
     _add_dtype_and_device(command)
 
 
@@ -345,7 +346,14 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
     option("--seed", type=seed, help="random seed (default: a new one each time)")
     _add_dtype_and_device(command)
     option("--threads", type=count, help="CPU threads (default: all cores)")
+    _add_context_length(command)
     option("--max-batch-tokens", type=count, help="tokens in the KV cache (default: 65536)")
+
+
+def _add_context_length(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--context-length", type=count, help="maximum tokens of prompt and completion (default: the model's own)"
+    )
 
 
 def _add_serve(command: argparse.ArgumentParser) -> None:
@@ -361,6 +369,7 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
     option("--name", help="name of the model (default: MODEL)")
     _add_dtype_and_device(command)
     option("--threads", type=count, help="CPU threads (default: all cores)")
+    _add_context_length(command)
     option("--max-sequences", type=count, help="maximum completions at a time (default: 256)")
     option("--max-batch-tokens", type=count, help="tokens in the KV cache (default: 65536)")
     option("--max-prefill-tokens", type=count, help="maximum prompt tokens of a prefill step (default: 8192)")

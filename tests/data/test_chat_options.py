@@ -19,6 +19,7 @@ from postlude.recipes.config.recipe_configs import SFTConfig
 from postlude.recipes.config.settings import SamplingSettings
 from postlude.recipes.dataset import EncodedRows
 from postlude.recipes.rollouts.prompts import build_environment, prompt_encoder
+from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.rollout.tasks import DatasetTasks
 
 THINKS = "{% if enable_thinking is defined and not enable_thinking %}[no thinking]{% endif %}" + CHAT_TEMPLATE
@@ -45,7 +46,7 @@ def tokenizer(template: str) -> Any:
 def texts(data: Examples | Pairs, template: str = CHAT_TEMPLATE) -> list[str]:
     """Returns the text of every sequence of a dataset, as a recipe encodes it."""
     reader = tokenizer(template)
-    rows: Any = EncodedRows(data, reader, 400)
+    rows: Any = EncodedRows(data, reader, SequenceLimit(400))
     sequences = [sequence for index in range(len(rows)) for sequence in rows.rows.row(index)]
     return [reader.decode(sequence.tokens) for sequence in sequences]
 
@@ -139,13 +140,13 @@ def test_variables_and_system_message_apply_to_environment_prompts(tmp_path: Pat
         path=path, reward="exact", workers=0, system="Be brief.", template_variables={"enable_thinking": False}
     )
     sampling, reader = SamplingSettings(max_new_tokens=8), tokenizer(THINKS)
-    environment = build_environment(settings, 0, reader, sampling, 400)
-    encoder = prompt_encoder(environment, reader, sampling, 400)
+    environment = build_environment(settings, 0, reader, sampling, SequenceLimit(400))
+    encoder = prompt_encoder(environment, reader, sampling, SequenceLimit(400))
     expected = f"[no thinking]{TEXT_OF_SYSTEM}{TEXT_OF_USER}<|im_start|>assistant\n"
     assert [reader.decode(encoder.prompt(environment.tasks[index].prompt)) for index in range(2)] == [expected] * 2
     environment.close()
     with pytest.raises(ValueError, match="'enable_thinking', which the tokenizer's chat template does not read"):
-        build_environment(settings, 0, byte_tokenizer(), sampling, 400)
+        build_environment(settings, 0, byte_tokenizer(), sampling, SequenceLimit(400))
 
 
 def test_system_message_requires_message_prompts(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from postlude.data.encoding import EncodedChunk, encode
 from postlude.hf.tokenizer import CHAT_TEMPLATE, byte_tokenizer
 from postlude.recipes.config.data import Examples, Pairs
 from postlude.recipes.dataset import EncodedRows
+from postlude.recipes.sequence_limit import SequenceLimit
 
 
 def conversation_row(number: int) -> list[dict[str, Any]]:
@@ -109,19 +110,21 @@ def rows_of(encoded_rows: EncodedRows[Any]) -> list[Any]:
 
 def test_cached_rows_equal_newly_encoded_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = Examples(path=dataset(tmp_path / "a.jsonl"), overlong="drop")
-    fresh = EncodedRows(data, byte_tokenizer(), 100, tmp_path / "cache")
+    fresh = EncodedRows(data, byte_tokenizer(), SequenceLimit(100), tmp_path / "cache")
     assert 0 < len(fresh) < 10
     assert not (tmp_path / "cache").exists()  # until it is asked for
     fresh.store()
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
-    two = EncodedRows(Pairs(path=pairs), byte_tokenizer(), 100, tmp_path / "two")
+    two = EncodedRows(Pairs(path=pairs), byte_tokenizer(), SequenceLimit(100), tmp_path / "two")
     two.store()
     monkeypatch.setattr("postlude.recipes.dataset.encode", lambda *_, **__: pytest.fail("it was kept"))
-    reopened = EncodedRows(data, byte_tokenizer(), 100, tmp_path / "cache")
+    reopened = EncodedRows(data, byte_tokenizer(), SequenceLimit(100), tmp_path / "cache")
     assert rows_of(reopened) == rows_of(fresh)
     assert (str(reopened), reopened.largest) == (str(fresh), fresh.largest)
-    assert rows_of(EncodedRows(Pairs(path=pairs), byte_tokenizer(), 100, tmp_path / "two")) == rows_of(two)
+    assert rows_of(EncodedRows(Pairs(path=pairs), byte_tokenizer(), SequenceLimit(100), tmp_path / "two")) == rows_of(
+        two
+    )
 
 
 def test_cache_key_covers_everything_that_changes_the_tokens(tmp_path: Path) -> None:
@@ -137,7 +140,7 @@ def test_cache_key_covers_everything_that_changes_the_tokens(tmp_path: Path) -> 
             setattr(tokenizer, name, token)
         if added:
             tokenizer.add_tokens([added])
-        return str(EncodedRows(data, tokenizer, budget).digest)
+        return str(EncodedRows(data, tokenizer, SequenceLimit(budget)).digest)
 
     base = digest()
     assert digest() == base
@@ -163,7 +166,7 @@ def test_cache_key_covers_everything_that_changes_the_tokens(tmp_path: Path) -> 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "unreadable", "missing"])
 def test_a_damaged_cache_is_encoded_again(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
     data = Examples(path=dataset(tmp_path / "a.jsonl"))
-    fresh = EncodedRows(data, byte_tokenizer(), 500, tmp_path / "cache")
+    fresh = EncodedRows(data, byte_tokenizer(), SequenceLimit(500), tmp_path / "cache")
     fresh.store()
     (folder,) = (tmp_path / "cache").iterdir()
     tokens = folder / "tokens.npy"
@@ -178,7 +181,7 @@ def test_a_damaged_cache_is_encoded_again(tmp_path: Path, caplog: pytest.LogCapt
         case "missing":
             (folder / "mask.npy").unlink()
     with caplog.at_level(logging.WARNING):
-        reopened = EncodedRows(data, byte_tokenizer(), 500, tmp_path / "cache")
+        reopened = EncodedRows(data, byte_tokenizer(), SequenceLimit(500), tmp_path / "cache")
     assert "are damaged" in caplog.text
     assert "encoded again" in caplog.text
     assert rows_of(reopened) == rows_of(fresh)
@@ -189,7 +192,7 @@ def test_a_damaged_cache_is_encoded_again(tmp_path: Path, caplog: pytest.LogCapt
 def test_only_the_newest_cache_entries_are_kept(tmp_path: Path) -> None:
     data = Examples(path=dataset(tmp_path / "a.jsonl"))
     for budget in (500, 600):
-        EncodedRows(data, byte_tokenizer(), budget, tmp_path / "cache").store()
+        EncodedRows(data, byte_tokenizer(), SequenceLimit(budget), tmp_path / "cache").store()
     assert [path.name.startswith("rows-") for path in (tmp_path / "cache").iterdir()] == [True]
 
 
@@ -205,33 +208,35 @@ def test_tools_of_a_row_reach_the_template(tmp_path: Path) -> None:
     path = rows_in(
         tmp_path / "a.jsonl", [{"messages": conversation_row(1), "tools": tools}, {"messages": conversation_row(1)}]
     )
-    with_tools, without = rows_of(EncodedRows(Examples(path=path), knows, 400))
+    with_tools, without = rows_of(EncodedRows(Examples(path=path), knows, SequenceLimit(400)))
     assert knows.decode(with_tools.tokens) == "[look]" + knows.decode(without.tokens)
-    assert rows_of(EncodedRows(Examples(path=path, tools="other"), knows, 400)) == [without, without]
+    assert rows_of(EncodedRows(Examples(path=path, tools="other"), knows, SequenceLimit(400))) == [without, without]
     pair = {"prompt": conversation_row(1)[:1], "chosen": "a", "rejected": "b", "tools": tools}
-    (sequences_per_row,) = rows_of(EncodedRows(Pairs(path=rows_in(tmp_path / "b.jsonl", [pair])), knows, 400))
+    (sequences_per_row,) = rows_of(
+        EncodedRows(Pairs(path=rows_in(tmp_path / "b.jsonl", [pair])), knows, SequenceLimit(400))
+    )
     assert all(knows.decode(side.tokens).startswith("[look]") for side in sequences_per_row)
     with pytest.raises(ValueError, match=r"line 1 of a\.jsonl has tools, which the tokenizer's chat template does not"):
-        EncodedRows(Examples(path=path), byte_tokenizer(), 400)
+        EncodedRows(Examples(path=path), byte_tokenizer(), SequenceLimit(400))
 
 
 def test_error_names_row_that_is_neither_text_nor_messages(tmp_path: Path) -> None:
     for row in ({"prompt": "q", "completion": 5}, {"text": 5}, {"prompt": conversation_row(1)[:1], "completion": 5}):
         path = rows_in(tmp_path / "a.jsonl", [row])
         with pytest.raises(ValueError, match=r"the completion of line 1 of a\.jsonl is 5, but a completion is text"):
-            EncodedRows(Examples(path=path), byte_tokenizer(), 400)
+            EncodedRows(Examples(path=path), byte_tokenizer(), SequenceLimit(400))
 
 
 def test_error_names_unknown_roles(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     known = [{"role": role, "content": "x"} for role in ("system", "developer", "user", "tool", "assistant")]
     path = rows_in(tmp_path / "a.jsonl", [{"messages": known}])
-    EncodedRows(Examples(path=path), byte_tokenizer(), 400)
+    EncodedRows(Examples(path=path), byte_tokenizer(), SequenceLimit(400))
     assert not caplog.text
     unknown_role = [{"role": "human", "content": "x"}, *known]
     EncodedRows(
         Examples(path=rows_in(path, [{"messages": messages} for messages in (known, unknown_role, unknown_role)])),
         byte_tokenizer(),
-        400,
+        SequenceLimit(400),
     )
     assert 'line 2 of a.jsonl has a message of role "human", as have 1 more rows: chat templates' in caplog.text
 
@@ -239,11 +244,13 @@ def test_error_names_unknown_roles(tmp_path: Path, caplog: pytest.LogCaptureFixt
 def test_error_names_pairs_with_equal_completions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pairs = [{"prompt": "a", "chosen": "b", "rejected": rejected} for rejected in ("c", "b", "b")]
     path = rows_in(tmp_path / "a.jsonl", pairs[:1])
-    EncodedRows(Pairs(path=path), byte_tokenizer(), 400)
+    EncodedRows(Pairs(path=path), byte_tokenizer(), SequenceLimit(400))
     assert not caplog.text
-    encoded_rows = EncodedRows(Pairs(path=rows_in(path, pairs)), byte_tokenizer(), 400)
+    encoded_rows = EncodedRows(Pairs(path=rows_in(path, pairs)), byte_tokenizer(), SequenceLimit(400))
     assert len(encoded_rows) == 3
     assert "line 2 of a.jsonl has the same tokens chosen and rejected, as have 1 more pairs: nothing" in caplog.text
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    EncodedRows(Pairs(path=rows_in(path, [{"chosen": messages, "rejected": messages}])), byte_tokenizer(), 400)
+    EncodedRows(
+        Pairs(path=rows_in(path, [{"chosen": messages, "rejected": messages}])), byte_tokenizer(), SequenceLimit(400)
+    )
     assert "line 1 of a.jsonl has the same tokens" in caplog.text

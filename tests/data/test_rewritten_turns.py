@@ -17,6 +17,7 @@ from postlude.data.chat import EncodedSequence, Encoder, TooLongError
 from postlude.recipes.config.data import Examples
 from postlude.recipes.dataset import EncodedRows
 from postlude.recipes.row_sources import ShuffledRows
+from postlude.recipes.sequence_limit import SequenceLimit
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<U>", "<A>", "<eos>", "<|user|>", "<|assistant|>", "<|end|>"]
 QWEN3 = (  # thoughts are written after the last question alone, and an empty one in the last turn
@@ -257,11 +258,11 @@ def test_turns_of_a_long_conversation_that_fit_are_kept(tmp_path: Path) -> None:
     assert isinstance(too_long, TooLongError)
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in (TALK, TALK[:2], TALK)))
-    all_rows = EncodedRows(Examples(path=path), fast, 1000)
+    all_rows = EncodedRows(Examples(path=path), fast, SequenceLimit(1000))
     assert str(all_rows) == "5 rows of 3 conversations, one per turn"
     identities = [all_rows.identity(index) for index in range(5)]
     assert len(set(identities)) == 1, "rows of one prompt, whether or not they are split"
-    short_rows = EncodedRows(Examples(path=path, overlong="drop"), fast, lengths[0])
+    short_rows = EncodedRows(Examples(path=path, overlong="drop"), fast, SequenceLimit(lengths[0]))
     assert str(short_rows) == "3 rows, 2 more are too long and dropped"
 
 
@@ -269,7 +270,7 @@ def test_no_turn_of_a_held_out_conversation_is_trained_on(tmp_path: Path) -> Non
     talks = [[user(f"{number}?"), *TALK[1:]] for number in range(4)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
-    rows = EncodedRows(Examples(path=path), tokenizer(QWEN3), 1000)
+    rows = EncodedRows(Examples(path=path), tokenizer(QWEN3), SequenceLimit(1000))
     course: ShuffledRows[Any] = ShuffledRows(rows, held_out=2, seed=0)
     trained = course.take(course.size)
     assert sorted(sequence.tokens for sequence in trained) == sorted(rows[index].tokens for index in range(4))

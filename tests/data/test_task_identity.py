@@ -16,6 +16,7 @@ from postlude.recipes.config.data import Examples
 from postlude.recipes.dataset import EncodedRows, StreamEncoder
 from postlude.recipes.rollouts.evaluation_sets import EvaluatedTasks
 from postlude.recipes.row_sources import MixedRows, ShuffledRows
+from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.rollout.tasks import DatasetTasks, Task, Tasks
 
 
@@ -72,7 +73,7 @@ def test_holding_out_a_greeting_keeps_the_other_conversations(tmp_path: Path) ->
     greeting = say("assistant", "Hello!")
     talks = [[*([greeting] if n % 2 else []), say("user", f"q{n}"), say("assistant", f"a{n}")] for n in range(20)]
     path = write(tmp_path / "a.jsonl", [{"messages": talk} for talk in talks])
-    rows: EncodedRows[Any] = EncodedRows(Examples(path=path), byte_tokenizer(), 400)
+    rows: EncodedRows[Any] = EncodedRows(Examples(path=path), byte_tokenizer(), SequenceLimit(400))
     assert ShuffledRows(rows, held_out=1, seed=0).size == 19
 
 
@@ -85,10 +86,12 @@ def test_a_mixture_holds_out_prompts_whatever_system_message_a_dataset_adds(tmp_
         path = write(tmp_path / f"{name}.jsonl", [{"messages": [say("user", f"q{n}"), ANSWER]} for n in rows])
         data = Examples(path=path, system=system)
         if streaming and name == "b":
-            encoder: StreamEncoder[Any] = StreamEncoder(data, tokenizer, 400, lambda encoded, *_: encoded)
+            encoder: StreamEncoder[Any] = StreamEncoder(
+                data, tokenizer, SequenceLimit(400), lambda encoded, *_: encoded
+            )
             sources[name] = stream_of(encoder)
         else:
-            sources[name] = ShuffledRows(EncodedRows(data, tokenizer, 400), held_out=4, seed=0)
+            sources[name] = ShuffledRows(EncodedRows(data, tokenizer, SequenceLimit(400)), held_out=4, seed=0)
     mixture = MixedRows(sources, [1.0, 1.0])
     held_out, trained = (
         {tokenizer.decode(row.tokens).partition("q")[2][:2] for row in rows}

@@ -29,6 +29,7 @@ from postlude.recipes.run.directory import read_metrics
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.signals import StopRequested
 from postlude.recipes.run.step_timer import StepTimer
+from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.recipes.trainer import run_training
 from postlude.rollout.async_environment import AsyncEnvironment
 from postlude.rollout.conversations import Trajectory, combine_seeds
@@ -110,7 +111,7 @@ class QueueUser:
             self.environment,
             byte_tokenizer(),
             SamplingSettings(max_new_tokens=2),
-            budget=64,
+            limit=SequenceLimit(64),
             seed=3,
             timer=StepTimer(),
             background=staleness > 0,
@@ -236,7 +237,7 @@ def test_close_releases_the_episodes_in_progress(background: bool) -> None:
         environment,
         byte_tokenizer(),
         SamplingSettings(max_new_tokens=2),
-        budget=64,
+        limit=SequenceLimit(64),
         seed=3,
         timer=StepTimer(),
         background=background,

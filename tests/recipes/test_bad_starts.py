@@ -234,7 +234,11 @@ BAD = [
     ),
     sft(
         "a row that is too long",
-        sentences=(r'line 2 of rows\.jsonl has \d+ tokens in "messages"', "leaves 256", "data.overlong to drop or cut"),
+        sentences=(
+            r'line 2 of rows\.jsonl has \d+ tokens in "messages"',
+            "for budget=256. Raise budget",
+            "data.overlong to drop or cut",
+        ),
         arrange=lambda: first_turn("2" * 300),
         mended=(*SFT, "--data.overlong=drop"),
     ),

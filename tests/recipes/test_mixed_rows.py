@@ -29,6 +29,7 @@ from postlude.recipes.row_sources import (
     next_dataset,
     whole_weights,
 )
+from postlude.recipes.sequence_limit import SequenceLimit
 from tests.conftest import Ranks
 
 
@@ -159,7 +160,9 @@ def test_invalid_dataset_list_gives_clear_error(tmp_path: Path, text: str, sente
 
 
 def streamed(data: Any, budget: int = 400, **options: Any) -> StreamedRows[Any]:
-    encoder: StreamEncoder[Any] = StreamEncoder(data, byte_tokenizer(), budget, lambda encoded, *_: encoded)
+    encoder: StreamEncoder[Any] = StreamEncoder(
+        data, byte_tokenizer(), SequenceLimit(budget), lambda encoded, *_: encoded
+    )
     return StreamedRows(encoder.files, encoder, encoder.identity, **options)
 
 
@@ -174,7 +177,7 @@ def test_unshuffled_stream_equals_the_encoded_dataset(tmp_path: Path, kind: str)
         data = Examples(path=write(tmp_path / "a.jsonl", [{"text": f"row {n}"} for n in range(300)]))
     else:
         data = Pairs(path=write(tmp_path / "a.jsonl", [PAIR | {"prompt": f"{n}="} for n in range(300)]))
-    rows: EncodedRows[Any] = EncodedRows(data, byte_tokenizer(), 400)
+    rows: EncodedRows[Any] = EncodedRows(data, byte_tokenizer(), SequenceLimit(400))
     source: ShuffledRows[Any] = ShuffledRows(rows, held_out=0, seed=0, shuffle=False)
     stream = streamed(data)
     assert [stream.take(7) for _ in range(100)] == [source.take(7) for _ in range(100)]
@@ -187,7 +190,7 @@ def test_stream_rows_are_refused_or_dropped_like_dataset_rows(tmp_path: Path) ->
     path = write(tmp_path / "a.jsonl", [{"text": "x" * (90 if n == 280 else 5) + str(n)} for n in range(300)])
     stream = streamed(Examples(path=path), budget=50)
     stream.take(200)
-    with pytest.raises(ValueError, match=r"line 281 of a\.jsonl has .* tokens in \"text\", too many for the budget"):
+    with pytest.raises(ValueError, match=r"line 281 of a\.jsonl has .* tokens in \"text\", too many for budget=50"):
         stream.take(90)
     assert len(streamed(Examples(path=path, overlong="drop"), budget=50).take(299)) == 299
     broken = write(tmp_path / "b.jsonl", [{"text": "x"}] * 300 + [{"txt": "y"}])

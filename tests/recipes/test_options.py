@@ -229,6 +229,7 @@ TESTED_ELSEWHERE = {
     "run": "every run has its own",
     "layout": "test_grpo.py and test_supervised.py: test_every_layout_gives_the_same_losses; tests/verify",
     "budget": "it divides the work and changes no number; tests/data/test_packing.py",
+    "context_length": "tests/recipes/test_context_length.py",
     "head.backend": "it changes no number; tests/model/test_output.py: test_a_head_is_computed_as_its_config_says",
     "head.memory_budget": "it changes no number; tests/model/test_output.py, as head.backend",
     "recompute": "it changes no number; tests/verify",

@@ -15,6 +15,7 @@ from postlude.recipes.config.load import ConfigError, load
 from postlude.recipes.config.recipe_configs import DPOConfig, RMConfig
 from postlude.recipes.dataset import EncodedRows, LabelledRows
 from postlude.recipes.pairs import PairRow, pair_batch, read_margins, trial_pairs, with_margins
+from postlude.recipes.sequence_limit import SequenceLimit
 
 
 def pairs(place: Path, *margins: Any) -> Pairs:
@@ -28,7 +29,7 @@ def pairs(place: Path, *margins: Any) -> Pairs:
 
 def test_pairs_keep_their_margins_when_rows_are_dropped(tmp_path: Path) -> None:
     data = pairs(tmp_path, 0.5, 2, -1.5)
-    rows = LabelledRows(EncodedRows(data, byte_tokenizer(), 64), read_margins(data), PairRow)
+    rows = LabelledRows(EncodedRows(data, byte_tokenizer(), SequenceLimit(64)), read_margins(data), PairRow)
     assert [rows[index].margin for index in range(len(rows))] == [0.5, -1.5], "the second is too long"
     batch = pair_batch([rows[0], rows[1]])
     assert batch.columns["margins"] == [0.5, 0.5, -1.5, -1.5]
@@ -39,7 +40,7 @@ def test_pairs_keep_their_margins_when_rows_are_dropped(tmp_path: Path) -> None:
 
 def test_without_a_margin_column_there_are_no_margins(tmp_path: Path) -> None:
     data = pairs(tmp_path, 0.5).model_copy(update={"margin": None})
-    rows = LabelledRows(EncodedRows(data, byte_tokenizer(), 64), read_margins(data), PairRow)
+    rows = LabelledRows(EncodedRows(data, byte_tokenizer(), SequenceLimit(64)), read_margins(data), PairRow)
     assert "margins" not in pair_batch([rows[0]]).columns
     assert with_margins(Preference(), data) == Preference()
 

@@ -248,7 +248,7 @@ def test_under_torchrun_one_rank_per_machine_reports_errors(tmp_path: Path) -> N
     assert done.returncode != 0
     error_lines = [line for line in done.stderr.splitlines() if line.startswith("postlude sft: ")]
     assert len(error_lines) == 1  # torchrun's own table, which ends with it, is not ours
-    assert "too many for the budget" in done.stderr
+    assert "too many for budget=" in done.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -138,7 +138,7 @@ def test_run_ended_by_a_full_disk_resumes(tmp_path: Path, rows: str, capsys: pyt
         ("--data.prompt=question", 'no column "question"'),
         ("--objective=nothing.py:mine", "nothing.py"),
         ("--held_out.rows=16", "16 rows are to be held out"),
-        ("--budget=4", "too many for the budget"),
+        ("--budget=4", "too many for budget=4"),
     ],
 )
 def test_failed_start_leaves_no_directory(

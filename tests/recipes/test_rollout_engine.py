@@ -36,6 +36,7 @@ from postlude.recipes.rollouts.engine import connect_servers, launch_servers
 from postlude.recipes.rollouts.server_commands import build_server_command, vllm_max_length
 from postlude.recipes.run.outcome import read_outcome
 from postlude.recipes.run.runtime import Runtime
+from postlude.recipes.sequence_limit import SequenceLimit, sequence_limit
 from postlude.rollout.tasks import Task
 from tests.conftest import Ranks
 from tests.recipes.test_grpo import VARIED_REWARDS, config_of, run_and_read_metrics, without_times
@@ -412,17 +413,32 @@ def test_launched_server_max_length_equals_the_budget(tmp_path: Path) -> None:
     assert vllm_max_length(stretched, SimpleNamespace(model_max_length=512)) == 512
 
     def words(budget: int, *overrides: str) -> str:
-        rollout = config_of(tmp_path, *overrides).rollout
+        config = config_of(tmp_path, f"--budget={budget}", *overrides)
+        rollout = config.rollout
         program = build_server_command(
-            rollout, "m", torch.float32, "cpu", weights=False, budget=budget, model_limit=model_limit
+            rollout,
+            "m",
+            torch.float32,
+            "cpu",
+            weights=False,
+            limit=sequence_limit(config, tiny),
+            model_limit=model_limit,
         )
-        return " ".join(program.command)
+        environment = [f"{name}={value}" for name, value in program.environment.items()]
+        return " ".join([*program.command, *environment])
 
     assert "--max-model-len 1024" in words(1024, "--rollout=vllm")
     assert "--generation-config vllm" in words(1024, "--rollout=vllm"), "sampling values are ours alone"
     assert "--max-model-len" not in words(4096, "--rollout=vllm"), "a model's own length is vLLM's already"
     assert "--max-batch-tokens" not in words(1024, "--rollout=generators")
-    assert "--max-batch-tokens 70000" in words(70000, "--rollout=generators")
+    assert "--context-length 1024" in words(1024, "--rollout=generators")
+    assert "--context-length 2048" in words(70000, "--rollout=generators"), "the model's own"
+    longer = words(70000, "--rollout=generators", "--context_length=80000")
+    assert "--context-length 70000 --max-batch-tokens 70000" in longer
+    assert "LONG_MAX_MODEL_LEN" not in words(1024, "--rollout=vllm")
+    longer = words(4096, "--rollout=vllm", "--context_length=3000")
+    assert "--max-model-len 3000" in longer
+    assert "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1" in longer
     vllm = (tmp_path, "--rollout=vllm", "--rollout.gpus=0")
     assert "vLLM serves tiny-dense with 2048 tokens, as its config.json" in server_finding(*vllm, longest_prompt=2046)
     assert "has no vLLM" in server_finding(*vllm, longest_prompt=2045)
@@ -440,7 +456,9 @@ def test_launched_server_max_length_equals_the_budget(tmp_path: Path) -> None:
 def test_cpu_vllm_leaves_memory_for_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def space(*overrides: str) -> str | None:
         rollout = config_of(tmp_path, "--rollout=vllm", *overrides).rollout
-        program = build_server_command(rollout, "m", torch.float32, "cpu", weights=False, budget=64, model_limit=None)
+        program = build_server_command(
+            rollout, "m", torch.float32, "cpu", weights=False, limit=SequenceLimit(64), model_limit=None
+        )
         return program.environment.get("VLLM_CPU_KVCACHE_SPACE")
 
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
@@ -454,7 +472,7 @@ def test_vllm_gets_the_revision_of_a_hub_model(tmp_path: Path) -> None:
     rollout = config_of(tmp_path, "--rollout=vllm").rollout
     for model, names in {"org/m@v2": ["org/m", "--revision", "v2"], str(tmp_path): [str(tmp_path), "--host"]}.items():
         command = build_server_command(
-            rollout, model, torch.float32, "cpu", weights=True, budget=64, model_limit=None
+            rollout, model, torch.float32, "cpu", weights=True, limit=SequenceLimit(64), model_limit=None
         ).command
         start = command.index("--model") + 1
         assert list(command[start : start + len(names)]) == names
@@ -464,7 +482,9 @@ def test_vllm_gets_the_revision_of_a_hub_model(tmp_path: Path) -> None:
 def test_launched_servers_have_a_secret_key(tmp_path: Path, kind: str, variable: str) -> None:
     rollout = config_of(tmp_path, f"--rollout={kind}").rollout
     commands = [
-        build_server_command(rollout, "m", torch.float32, "cpu", weights=True, budget=64, model_limit=None)
+        build_server_command(
+            rollout, "m", torch.float32, "cpu", weights=True, limit=SequenceLimit(64), model_limit=None
+        )
         for _ in range(2)
     ]
     assert commands[0].key != commands[1].key
@@ -479,7 +499,9 @@ def test_launched_servers_have_a_secret_key(tmp_path: Path, kind: str, variable:
 def test_a_launched_server_replies_only_to_its_run(tmp_path: Path) -> None:
     """It listens on this machine, and gets its key from its environment only."""
     rollout = config_of(tmp_path, "--rollout=generators").rollout
-    program = build_server_command(rollout, "m", torch.float32, "cpu", weights=True, budget=64, model_limit=None)
+    program = build_server_command(
+        rollout, "m", torch.float32, "cpu", weights=True, limit=SequenceLimit(64), model_limit=None
+    )
     generator = Generator(load_model("tiny-dense"), load_tokenizer("tiny-dense"))
     with serving(generator, key=program.environment["POSTLUDE_API_KEY"]) as (_, url):
         running = SimpleNamespace(url=url, exit_reason=lambda: None, stop=lambda: None)

@@ -302,9 +302,13 @@ def test_base_model_can_be_the_teacher_of_adapters(ranks: Ranks, tmp_path: Path)
         (
             [{"prompt": "1" * 200, "completion": "2"}],
             (),
-            r'line 1 of rows.jsonl has 202 tokens in "prompt" and "completion", too many for the budget, which leaves',
+            r'line 1 of rows.jsonl has 202 tokens in "prompt" and "completion", too many for budget=128. Raise budget',
         ),
-        ([{"prompt": "1" * 200, "completion": "2"}], ("--data.overlong=drop",), "every row of rows.jsonl is longer"),
+        (
+            [{"prompt": "1" * 200, "completion": "2"}],
+            ("--data.overlong=drop",),
+            "every row of rows.jsonl is too long for budget=128",
+        ),
         ([{"prompt": "1", "completion": "2"}] * 3, (), "3 rows are to be held out, but 3 rows have 1 different"),
     ],
 )

@@ -23,6 +23,7 @@ from postlude.recipes.config.settings import SamplingSettings
 from postlude.recipes.rollouts.sampler import RolloutSampler, trajectory_metrics
 from postlude.recipes.run.directory import read_metrics
 from postlude.recipes.run.step_timer import StepTimer
+from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.rollout import conversations
 from postlude.rollout.conversations import Trajectory
 from postlude.rollout.environments import MultiTurn, TurnResult
@@ -97,7 +98,7 @@ def run_rollout(
     outputs = SamplingSettings(max_new_tokens=5)
     try:
         sampler = RolloutSampler(
-            engine, environment, byte_tokenizer(), outputs, budget=budget, seed=3, timer=StepTimer()
+            engine, environment, byte_tokenizer(), outputs, limit=SequenceLimit(budget), seed=3, timer=StepTimer()
         )
         return sampler.sync_and_run_on_rank0(lambda: sampler.sample(tasks, SAMPLES, step=0))
     finally:

@@ -15,6 +15,7 @@ from postlude.recipes.config.load import load
 from postlude.recipes.config.recipe_configs import EvalConfig
 from postlude.recipes.config.settings import SamplingSettings
 from postlude.recipes.rollouts.prompts import prompt_encoder
+from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.rollout.environments import TurnResult
 from postlude.rollout.rewards import Score
 from postlude.rollout.tools import ToolReply, load_tools, tool_schema
@@ -131,7 +132,7 @@ def test_tools_are_configured_and_rendered_in_the_prompt(file: Path) -> None:
         _turns(environment, silent, chosen)
     _turns(environment, silent, settings(file, "--environment.chat=true", "--environment.system=Use add."))
     _turns(environment, knowing, chosen)
-    prompt = prompt_encoder(environment, knowing, SamplingSettings(max_new_tokens=8), 1000).prompt(
+    prompt = prompt_encoder(environment, knowing, SamplingSettings(max_new_tokens=8), SequenceLimit(1000)).prompt(
         environment.tasks[0].prompt
     )
     assert "Add two numbers." in knowing.decode(prompt)

@@ -21,7 +21,7 @@ from postlude.world.devices import check_device, default_device
 
 
 def load_generator(
-    options: argparse.Namespace, limits: Sequence[str] = ("max_batch_tokens",), *, empty: bool = False
+    options: argparse.Namespace, limits: Sequence[str] = ("context_length", "max_batch_tokens"), *, empty: bool = False
 ) -> tuple[Generator, Any]:
     """Returns the generator of MODEL on --device, in --dtype, and its tokenizer; if `empty`, without weights.
 

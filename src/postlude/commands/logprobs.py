@@ -13,6 +13,7 @@ from torch import Tensor
 
 from postlude.commands.loading import read_text
 from postlude.data import pack
+from postlude.hf.context_length import context_length
 from postlude.hf.load import load_model, load_tokenizer
 from postlude.model import OutputInputs
 from postlude.world.devices import check_device, default_device
@@ -37,6 +38,12 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(
             f"the tokenizer gives token {max(tokens)}, but the vocabulary ends at {model.config.vocab_size - 1}; "
             "the two do not belong together."
+        )
+    limit = options.context_length or context_length(model.config)
+    if limit is not None and len(tokens) > limit:
+        raise ValueError(
+            f"the text has {len(tokens)} tokens, but the context length is {limit}. Shorten it, or raise "
+            "--context-length."
         )
     (microbatch,) = pack([tokens], budget=len(tokens))
     with torch.no_grad():

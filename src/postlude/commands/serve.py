@@ -21,7 +21,7 @@ def run(options: argparse.Namespace) -> None:
     check_address(options.host, options.port)
     key = options.api_key or os.environ.get(KEY)
     check_key(options.host, key)
-    limits = ("max_sequences", "max_batch_tokens", "max_prefill_tokens")
+    limits = ("context_length", "max_sequences", "max_batch_tokens", "max_prefill_tokens")
     generator, _ = load_generator(options, limits, empty=options.empty)
     version = None if options.empty else "default"
     server = GenerationServer(generator, options.name or options.model, version, key=key)

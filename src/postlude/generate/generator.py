@@ -27,6 +27,7 @@ from postlude.generate.routing_record import check_routing_record
 from postlude.generate.sampling_params import SamplingParams, sampling_per_prompt
 from postlude.generate.scheduler import Scheduler
 from postlude.generate.text_stream import StopStrings, completion_text
+from postlude.hf.context_length import context_length as model_context_length
 from postlude.hf.read_model import end_tokens
 from postlude.lora import AdapterConfig
 from postlude.model import LanguageModel, ModelConfig
@@ -45,10 +46,11 @@ CapacityOf = Callable[[Sequence[CompletionState], int, int], DecodeCapacity]
 class Generator:
     """Samples from `model` with its current weights, so that log-probs of sampling and training agree to rounding.
 
-    `max_batch_tokens` is the size of the KV cache in tokens; without CUDA graphs each running completion takes as many
-    as the longest. `max_sequences` limits the running completions, `max_prefill_tokens` the prompt tokens prefilled
-    in one forward (a longer prompt is prefilled alone). `eos_tokens` end a completion. They default to the tokenizer's
-    and its chat template's; `hf.read_model.end_tokens` returns those of a model's files too.
+    `context_length` is the maximum number of tokens of a prompt and its completion, by default what the model's config
+    states. `max_batch_tokens` is the size of the KV cache in tokens; without CUDA graphs each running completion takes
+    as many as the longest. `max_sequences` limits the running completions, `max_prefill_tokens` the prompt tokens
+    prefilled in one forward (a longer prompt is prefilled alone). `eos_tokens` end a completion. They default to the
+    tokenizer's and its chat template's; `hf.read_model.end_tokens` returns those of a model's files too.
 
     draft: "mtp" is speculative decoding with the model's first multi-token-prediction depth. It does not change the
         completions.
@@ -74,6 +76,7 @@ class Generator:
         model: LanguageModel,
         tokenizer: ChatTokenizer | None = None,
         *,
+        context_length: int | None = None,
         max_batch_tokens: int = 65_536,
         max_sequences: int = 256,
         max_prefill_tokens: int = 8_192,
@@ -85,6 +88,7 @@ class Generator:
     ) -> None:
         for name, value in (
             ("max_batch_tokens", max_batch_tokens),
+            ("context_length", 1 if context_length is None else context_length),
             ("max_sequences", max_sequences),
             ("max_prefill_tokens", max_prefill_tokens),
         ):
@@ -122,6 +126,7 @@ class Generator:
         self.draft = draft
         self.record_routing = record_routing
         self.max_batch_tokens = max_batch_tokens
+        self.context_length = model_context_length(model.config) if context_length is None else context_length
         self.max_sequences = max_sequences
         self.max_prefill_tokens = max_prefill_tokens
         self.eos_tokens = frozenset(end_tokens({}, tokenizer) if eos_tokens is None else eos_tokens)
@@ -235,6 +240,11 @@ class Generator:
         return why_no_cuda_graph(self.model)
 
     @property
+    def max_length(self) -> int:
+        """The maximum number of tokens of a prompt and its completion."""
+        return min(self.max_batch_tokens, self.context_length or self.max_batch_tokens)
+
+    @property
     def cache_tokens(self) -> int:
         """The size of a paged cache in tokens: `max_batch_tokens`; with FP8 as many as fit in the same memory."""
         return self.max_batch_tokens * (self.model.embedding.weight.element_size() if self.fp8_kv else 1)
@@ -299,10 +309,11 @@ class Generator:
         worst = min(tokens) if min(tokens) < 0 else max(tokens)
         if not 0 <= worst < size:
             raise ValueError(f"{name} has token {worst}, but the vocabulary goes from 0 to {size - 1}.")
-        if len(tokens) + sampling.max_new_tokens > self.max_batch_tokens:
+        if len(tokens) + sampling.max_new_tokens > self.max_length:
+            limit = "max_batch_tokens" if self.max_length == self.max_batch_tokens else "context_length"
             raise ValueError(
-                f"{name} has {len(tokens)} tokens and may get {sampling.max_new_tokens} more, but max_batch_tokens is "
-                f"{self.max_batch_tokens}. Shorten either, or raise max_batch_tokens."
+                f"{name} has {len(tokens)} tokens and may get {sampling.max_new_tokens} more, but {limit} is "
+                f"{self.max_length}. Shorten either, or raise {limit}."
             )
         for token in sampling.stop_tokens:
             if not 0 <= token < size:

@@ -124,16 +124,22 @@ class Probe:
 class WeightProbe:
     """Scores the fixed tokens with an engine's weights.
 
-    `limit` is the largest `logprob_diff` of a sampler with the same weights; None derives it from the dtype. The tokens
-    are the same on every rank. They are not text: a model predicts text with log-probs near 0, which hardly depend on
-    the weights.
+    `limit` is the largest `logprob_diff` of a sampler with the same weights; None derives it from the dtype. Requests
+    have at most `max_length` tokens. The tokens are the same on every rank. They are not text: a model predicts text
+    with log-probs near 0, which hardly depend on the weights.
     """
 
-    def __init__(self, engine: Engine, tokenizer: ChatTokenizer | None = None, limit: float | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: ChatTokenizer | None = None,
+        limit: float | None = None,
+        max_length: int | None = None,
+    ) -> None:
         self.engine = engine
         precision = torch.finfo(engine.compute_dtype).eps
         self.limit = max(MIN_LIMIT, ROUNDING_UNITS * precision) if limit is None else limit
-        positions = min(POSITIONS, (engine.budget - 1) // STRIDE)
+        positions = min(POSITIONS, (min(engine.budget, max_length or engine.budget) - 1) // STRIDE)
         self.tokens = probe_tokens(1 + STRIDE * positions, engine.config.vocab_size, tokenizer)
         self.lengths = range(STRIDE, len(self.tokens), STRIDE)
         self.requests = [Request(tuple(self.tokens[:length]), GREEDY) for length in self.lengths]

@@ -23,6 +23,7 @@ from postlude.data.encoding import CHUNK, encode
 from postlude.data.row_stream import RowStream
 from postlude.data.task_identity import row_identity
 from postlude.recipes.config.data import DatasetPath, Examples, Mixture, Pairs
+from postlude.recipes.sequence_limit import SequenceLimit
 
 LOG = logging.getLogger(__name__)
 
@@ -45,13 +46,13 @@ class EncodedRows(Generic[Row]):
     """Rows as tokens, without those that were dropped."""
 
     def __init__(
-        self, data: Examples | Pairs, tokenizer: ChatTokenizer, budget: int, cache: Path | None = None
+        self, data: Examples | Pairs, tokenizer: ChatTokenizer, limit: SequenceLimit, cache: Path | None = None
     ) -> None:
-        self.cache, encoder = cache, data.encoder(tokenizer, budget)
+        self.cache, encoder = cache, data.encoder(tokenizer, limit)
         settings = data.model_dump(exclude=set(NOT_IN_TOKENS)) | {"length": encoder.max_length}
         self.digest = cache_key(data.files(), encoder.tokenizer, settings | {"kind": type(data).__name__})
         cached = None if cache is None else EncodedDataset.load(cache, self.digest)
-        self.rows = _encoded(data, encoder) if cached is None else cached
+        self.rows = _encoded(data, encoder, limit) if cached is None else cached
 
     def store(self) -> None:
         """Writes the cache."""
@@ -107,7 +108,7 @@ def read_column(data: DatasetPath, column: str, read: Callable[[Mapping[str, Any
     return [read(row, rows.location(index), column) for index, row in enumerate(rows)]
 
 
-def _encoded(data: Examples | Pairs, encoder: Encoder) -> EncodedDataset:
+def _encoded(data: Examples | Pairs, encoder: Encoder, limit: SequenceLimit) -> EncodedDataset:
     rows = data.read()
     form, columns = data.form(rows)
     values, names = row_values(data, rows, form, columns), list(rows.locations)
@@ -117,12 +118,14 @@ def _encoded(data: Examples | Pairs, encoder: Encoder) -> EncodedDataset:
         for chunk in encode(encoder, form, values, names):
             if chunk.too_long and data.overlong != "drop":
                 _, row, length = chunk.too_long[0]
-                raise ValueError(_overlong(data, columns, row, length, encoder.max_length))
+                raise ValueError(_overlong(data, columns, row, length, limit))
             chunks.append(chunk)
             advance(CHUNK)
     dataset = EncodedDataset.of(chunks, sequences_per_row=2 if form == "preference" else 1)
     if not len(dataset):
-        raise ValueError(f"every row of {rows.name} is longer than the budget allows. Raise budget.")
+        raise ValueError(
+            f"every row of {rows.name} is too long for {limit.reason(data.sequences)}. {limit.fix(data.sequences)}."
+        )
     if dataset.sequences_per_row == 2:
         _warn_of_equals(dataset, names)
     return dataset
@@ -138,12 +141,14 @@ def row_values(data: Examples | Pairs, rows: Rows, form: RowFormat, columns: Seq
     return [[*cells, row.get(data.tools)] for cells, row in zip(values, rows, strict=True)]
 
 
-def _overlong(data: Examples | Pairs, columns: Sequence[str | None], row: str, length: int, limit: int | None) -> str:
+def _overlong(
+    data: Examples | Pairs, columns: Sequence[str | None], row: str, length: int, limit: SequenceLimit
+) -> str:
     choices = "drop" if data.overlong == "cut" else "drop or cut"
     column_names = " and ".join(f'"{column}"' for column in columns if column is not None)
     return (
-        f"{row} has {length} tokens in {column_names}, too many for the budget, which leaves {limit}. Raise budget, "
-        f"or set data.overlong to {choices}."
+        f"{row} has {length} tokens in {column_names}, too many for {limit.reason(data.sequences)}. "
+        f"{limit.fix(data.sequences)}, or set data.overlong to {choices}."
     )
 
 
@@ -158,10 +163,11 @@ class StreamEncoder(Generic[Row]):
         self,
         data: Examples | Pairs,
         tokenizer: ChatTokenizer,
-        budget: int,
+        limit: SequenceLimit,
         make_row: Callable[[Any, Mapping[str, Any], str, Any], Row],
     ) -> None:
-        self.data, self.encoder, self.make_row = data, data.encoder(tokenizer, budget), make_row
+        self.data, self.encoder, self.make_row = data, data.encoder(tokenizer, limit), make_row
+        self.limit = limit
         self.files = stream_files(data.path, data.config, data.split)
         first = RowStream(self.files).read(CHUNK)
         if not first:
@@ -177,8 +183,7 @@ class StreamEncoder(Generic[Row]):
             parts = [encoded] if isinstance(encoded, tuple | TooLongError) else encoded
             too_long = next((part for part in parts if isinstance(part, TooLongError)), None)
             if too_long is not None and self.data.overlong != "drop":
-                limit = self.encoder.max_length
-                raise ValueError(_overlong(self.data, self.columns, too_long.row, too_long.length, limit))
+                raise ValueError(_overlong(self.data, self.columns, too_long.row, too_long.length, self.limit))
             encoded_rows = [part for part in parts if not isinstance(part, TooLongError)]
             results.append([self.make_row(part, row, name, self.data) for part in encoded_rows])
         return results

@@ -68,7 +68,7 @@ class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
         config = self.config
         factory = self.runtime.pool_factory
         environment = self.close_at_end(
-            build_environment(data.environment, config.seed, self.tokenizer, data.sampling, config.budget, factory)
+            build_environment(data.environment, config.seed, self.tokenizer, data.sampling, self.limit, factory)
         )
         self.rollout_sampler = open_rollout_sampler(self, environment, data.rollout, data.sampling)
         return ShuffledRows(environment.tasks, held_out=config.held_out.rows, seed=seed)

@@ -10,7 +10,7 @@ import torch
 
 from postlude.generate.distributed import DistributedEngine, ReplicatedGenerator
 from postlude.hf.load import load_model, load_tokenizer
-from postlude.hf.read_model import end_tokens, read_generation_config
+from postlude.hf.read_model import end_tokens, read_generation_config, read_model
 from postlude.recipes.checks.environment import environment_checks, evaluation_set_checks
 from postlude.recipes.checks.preflight import Check, PreflightInputs, model_checks
 from postlude.recipes.checks.servers import server_checks
@@ -31,6 +31,7 @@ from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
 from postlude.recipes.run.step_timer import StepTimer
+from postlude.recipes.sequence_limit import SequenceLimit, sequence_limit
 from postlude.rollout.conversations import Trajectory
 from postlude.rollout.tasks import last_tasks
 from postlude.world.agreement import on_rank0
@@ -60,9 +61,10 @@ def run(
     check_run(config.run, plain, may_change=MAY_CHANGE, defaults=defaults)
     tokenizer = load_tokenizer(config.model, config.chat_template)
     timer, samples = StepTimer(), config.samples_per_prompt
+    limit = sequence_limit(config, read_model(config.model)[1])
     with ExitStack() as resources:
         environment = build_environment(
-            config.environment, config.seed, tokenizer, config.sampling, config.budget, runtime.pool_factory
+            config.environment, config.seed, tokenizer, config.sampling, limit, runtime.pool_factory
         )
         resources.enter_context(closing(environment))
         sets = open_sets(
@@ -70,7 +72,7 @@ def run(
             tokenizer,
             config.sampling,
             seed=config.seed,
-            budget=config.budget,
+            limit=limit,
             pool_factory=runtime.pool_factory,
             close_at_end=lambda set_environment: resources.enter_context(closing(set_environment)),
         )
@@ -79,9 +81,9 @@ def run(
         )
         directory.resume_at(-1)
         directory.record_start(step=0, command=start_mode.command, **machine_info(torch.device(device)))
-        engine = resources.enter_context(closing(_make_engine(config, tokenizer, device, runtime)))
+        engine = resources.enter_context(closing(_make_engine(config, tokenizer, device, limit, runtime)))
         rollout_sampler = RolloutSampler(
-            engine, environment, tokenizer, config.sampling, budget=config.budget, seed=config.seed, timer=timer
+            engine, environment, tokenizer, config.sampling, limit=limit, seed=config.seed, timer=timer
         )
         resources.enter_context(closing(rollout_sampler))
         count = min(config.tasks, len(environment.tasks))
@@ -116,13 +118,15 @@ def run(
     return outcome
 
 
-def _make_engine(config: EvalConfig, tokenizer: Any, device: str, runtime: Runtime) -> DistributedEngine:
+def _make_engine(
+    config: EvalConfig, tokenizer: Any, device: str, limit: SequenceLimit, runtime: Runtime
+) -> DistributedEngine:
     """Returns a whole model on every rank, or servers."""
     default = torch.bfloat16 if device == "cuda" else torch.float32
     dtype = getattr(torch, config.dtype) if config.dtype else default
     if not isinstance(config.rollout, NativeRollout):
         return make_eval_engine(
-            config.rollout, config.model, tokenizer, config.run, dtype, device, config.budget, runtime.launcher
+            config.rollout, config.model, tokenizer, config.run, dtype, device, limit, runtime.launcher
         )
     draft = config.sampling.draft
     model = load_model(config.model, dtype=dtype, device=device, mtp=draft is not None).eval()
@@ -135,5 +139,5 @@ def _make_engine(config: EvalConfig, tokenizer: Any, device: str, runtime: Runti
         eos_tokens=eos_tokens,
         kv_cache_dtype=config.rollout.kv_cache_dtype,
         quantization=config.rollout.quantization,
-        **generator_limits(config.budget),
+        **generator_limits(limit),
     )

@@ -80,19 +80,20 @@ class GRPOTrainer(Trainer):
     def _open_environment_and_queue(self) -> None:
         config, factory = self.config, self.runtime.pool_factory
         self.environment = self.close_at_end(
-            build_environment(config.environment, config.seed, self.tokenizer, config.sampling, config.budget, factory)
+            build_environment(config.environment, config.seed, self.tokenizer, config.sampling, self.limit, factory)
         )
         self.tasks: Tasks = self.environment.tasks
         self.held_out: Sequence[Task] = ()
         self.evaluation_sets: Sequence[EvaluationSet] = ()
         self.task_sampler = Sampler(len(self.tasks), config.seed)
         if self.evaluate_every:
-            evaluation, options = config.evaluation, {"seed": config.seed, "budget": config.budget}
+            evaluation = config.evaluation
             self.evaluation_sets = open_sets(
                 evaluation.sets,
                 self.tokenizer,
                 config.sampling,
-                **options,
+                seed=config.seed,
+                limit=self.limit,
                 pool_factory=factory,
                 close_at_end=self.close_at_end,
             )
@@ -159,7 +160,7 @@ class GRPOTrainer(Trainer):
         """Runs one SFT step on the tasks' reference answers."""
         tasks = [self.tasks[index] for index in self.task_sampler.take(self.config.warm_start.batch_size)]
         options = self.environment.template_options
-        examples = [warm_start_example(task, self.tokenizer, self.config.budget, options) for task in tasks]
+        examples = [warm_start_example(task, self.tokenizer, self.limit, options) for task in tasks]
         batch = Batch(
             [example.tokens for example in examples], {"response_mask": [example.mask for example in examples]}
         )
@@ -339,7 +340,7 @@ def checks(inputs: PreflightInputs, extra_columns: Mapping[str, Any] | None = No
     trial = replace(trial, columns={**trial.columns, **(extra_columns or {})})
 
     def example(task: Task, options: Mapping[str, Any]) -> EncodedSequence:
-        return warm_start_example(task, inputs.tokenizer, config.budget, options)
+        return warm_start_example(task, inputs.tokenizer, inputs.limit, options)
 
     warm_start = example if config.warm_start.steps else None
     held_out = config.evaluation if config.evaluation.every else None

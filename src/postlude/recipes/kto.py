@@ -58,7 +58,7 @@ class KTOTrainer(SupervisedTrainer[LabelledRow]):
         """Returns the completions with their reference log-probs, labels and the estimate of the KL."""
         sequences = [row.sequence for row in rows]
         batch = _batch(sequences, [float(row.desirable) for row in rows])
-        unrelated = _batch(unrelated_pairs(sequences, self.config.budget), [0.0] * len(rows))
+        unrelated = _batch(unrelated_pairs(sequences, self.limit.tokens()), [0.0] * len(rows))
         with self.timer("reference"):
             reference = self.reference.logprobs(batch).logprob
             gaps = zip(

@@ -65,7 +65,7 @@ class SupervisedTrainer(Trainer, Generic[Row]):
         held_out = self.config.held_out.rows
         if not data.streaming:
             return ShuffledRows(self.read_rows(data), held_out=held_out, seed=seed, shuffle=data.shuffle)
-        encode = StreamEncoder(data, self.tokenizer, self.config.budget, self.make_row)
+        encode = StreamEncoder(data, self.tokenizer, self.limit, self.make_row)
         buffer = data.shuffle_buffer if data.shuffle else None
         return StreamedRows(encode.files, encode, encode.identity, seed=seed, buffer=buffer, held_out=held_out)
 
@@ -92,8 +92,8 @@ class SupervisedTrainer(Trainer, Generic[Row]):
         cache = cache_folder(self.run.path, self.config.data, data)
         if int(os.environ.get("LOCAL_RANK", dist.get_rank())):
             dist.barrier()
-            return EncodedRows(data, self.tokenizer, self.config.budget, cache)
-        rows: EncodedRows[Any] = EncodedRows(data, self.tokenizer, self.config.budget, cache)
+            return EncodedRows(data, self.tokenizer, self.limit, cache)
+        rows: EncodedRows[Any] = EncodedRows(data, self.tokenizer, self.limit, cache)
         rows.store()
         if rows.rows.dropped and is_rank0():
             LOG.warning("%s: %s.", data.path, rows)

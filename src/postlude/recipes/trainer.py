@@ -54,6 +54,7 @@ from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.signals import StopRequested, StopSignals
 from postlude.recipes.run.start_mode import EXPORTED_ADAPTER, EXPORTED_MODEL, RESUME_NEWEST, StartMode
 from postlude.recipes.run.step_timer import StepTimer
+from postlude.recipes.sequence_limit import sequence_limit
 from postlude.serving.errors import ServerError
 from postlude.world.agreement import on_rank0
 
@@ -136,6 +137,7 @@ class Trainer(ABC):
             seed=config.seed,
             mtp=config.mtp is not None,
         )
+        self.limit = sequence_limit(config, self.engine.config)
         self.step = 0
         self.saved_step = 0
         self.resumed_step: int | None = None  # None until `start_or_resume` has finished

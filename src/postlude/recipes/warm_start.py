@@ -7,11 +7,12 @@ from typing import Any
 
 from postlude.data.chat import EncodedSequence, Encoder, TooLongError
 from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.rollout.tasks import Task
 
 
 def warm_start_example(
-    task: Task, tokenizer: ChatTokenizer, budget: int, options: Mapping[str, Any] | None = None
+    task: Task, tokenizer: ChatTokenizer, limit: SequenceLimit, options: Mapping[str, Any] | None = None
 ) -> EncodedSequence:
     """Returns a task with its answer as tokens. `options` are the environment's chat-template options."""
     answer = task.example.get("answer")
@@ -22,10 +23,10 @@ def warm_start_example(
         )
     try:
         turns = answer if isinstance(answer, list) else str(answer)
-        encoder = Encoder(tokenizer=tokenizer, max_length=budget, options=options or {})
+        encoder = Encoder(tokenizer=tokenizer, max_length=limit.tokens(), options=options or {})
         return encoder.completion(task.prompt, turns, task.name)
     except TooLongError as error:
         raise ValueError(
-            f"{task.name} with its answer has {error.length} tokens, too many for the warm start in a budget of "
-            f"{budget}. Raise budget, or leave the row out."
+            f"{task.name} with its answer has {error.length} tokens, too many for the warm start with "
+            f"{limit.reason()}. {limit.fix()}, or leave the row out."
         ) from error

@@ -11,7 +11,9 @@ import torch
 
 from postlude.data import pack
 from postlude.data.chat import EncodedSequence, Encoder
+from postlude.hf.context_length import context_length
 from postlude.hf.load import load_model, load_tokenizer
+from postlude.hf.read_model import read_model
 from postlude.hf.sequence_classification import check_value_head
 from postlude.model import LanguageModel
 from postlude.objectives.reward_model import sequence_scores
@@ -26,7 +28,7 @@ class ModelReward(FailureCounter, Reward):
 
     The reward model has its own tokenizer and chat template, and encodes both as `postlude rm` does. It is loaded by
     the process that first scores a completion. A completion that it cannot encode, or that is longer than `budget`
-    with its prompt, counts as a failed call.
+    or its context length with its prompt, counts as a failed call.
     """
 
     def __init__(
@@ -46,7 +48,8 @@ class ModelReward(FailureCounter, Reward):
     @cached_property
     def encoder(self) -> Encoder:
         """Encodes a prompt with its completion."""
-        return Encoder(tokenizer=load_tokenizer(self.source), max_length=self.budget)
+        length = context_length(read_model(self.source)[1]) or self.budget
+        return Encoder(tokenizer=load_tokenizer(self.source), max_length=min(self.budget, length))
 
     def trial_call(self, task: Task, turn: AssistantTurn) -> None:
         """Loads the reward model and scores one completion. Raises ValueError if that fails."""

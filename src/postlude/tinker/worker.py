@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 
 from postlude.engine.result import PassResult
+from postlude.hf.context_length import context_length
 from postlude.hf.load import load_tokenizer
 from postlude.hf.peft import CONFIG as PEFT_CONFIG
 from postlude.hf.peft import read_adapter
-from postlude.hf.read_model import read_description
+from postlude.hf.read_model import read_model
 from postlude.hf.read_peft import from_peft
 from postlude.objectives.summed import SUMMED_LOSSES
 from postlude.tinker.backend import BaseModelInfo, PassRequest
@@ -359,9 +360,9 @@ def run_worker(settings: WorkerSettings, address: str | tuple[str, int], key: by
 
 def _max_context_length(settings: WorkerSettings) -> int:
     """Returns the longest sequence that the model, a microbatch and the KV cache can hold."""
-    described = getattr(read_description(settings.source), "max_position_embeddings", None)
+    stated = context_length(read_model(settings.source)[1])
     limits = [settings.budget - EXTRA_TOKENS, settings.max_batch_tokens]
-    return min([*limits, described] if described else limits)
+    return min(limits if stated is None else [*limits, stated])
 
 
 def _sendable(error: Exception) -> Exception:

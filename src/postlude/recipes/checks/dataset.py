@@ -23,11 +23,11 @@ def dataset_checks(inputs: PreflightInputs, data: Examples | Pairs | Mixture) ->
 def _check_dataset(inputs: PreflightInputs, section: Any, data: Examples | Pairs) -> str:
     config = inputs.config
     if data.streaming:
-        line, largest = StreamEncoder(data, inputs.tokenizer, config.budget, lambda encoded, *_: encoded).check()
+        line, largest = StreamEncoder(data, inputs.tokenizer, inputs.limit, lambda encoded, *_: encoded).check()
         check_vocabulary(largest, inputs)
         return line
     cache = cache_folder(config.run, section, data)
-    rows: EncodedRows[Any] = EncodedRows(data, inputs.tokenizer, config.budget, cache)
+    rows: EncodedRows[Any] = EncodedRows(data, inputs.tokenizer, inputs.limit, cache)
     check_vocabulary(rows.largest, inputs)
     inputs.on_success.append(rows.store)
     if config.held_out.rows:

@@ -84,11 +84,11 @@ def _environment(
     """Builds an environment, encodes its prompts and makes one reward call."""
     # One worker process, whatever the config says: there the reward call can time out.
     config, one_worker = inputs.config, settings.model_copy(update={"workers": 1})
-    with closing(build_environment(one_worker, config.seed, inputs.tokenizer, sampling, config.budget)) as environment:
+    with closing(build_environment(one_worker, config.seed, inputs.tokenizer, sampling, inputs.limit)) as environment:
         if held_out is not None:
             hold_out(environment.tasks, held_out.tasks, held_out.split_by)
         generated = not isinstance(settings, PromptSettings)  # of generated tasks the first are enough
-        encoder = prompt_encoder(environment, inputs.tokenizer, sampling, config.budget)
+        encoder = prompt_encoder(environment, inputs.tokenizer, sampling, inputs.limit)
         inputs.grows |= isinstance(settings, TurnSettings) and settings.max_turns > 1
         _tasks(inputs, environment.tasks, PAGE if generated else len(environment.tasks), encoder, sampling, example)
         first = environment.tasks[0]
@@ -141,11 +141,10 @@ def _tasks(
     example: Callable[[Task, Mapping[str, Any]], Any] | None,
 ) -> None:
     """Encodes the prompts of the first `count` tasks, and their examples."""
-    budget = inputs.config.budget
     largest = 0
     for index in range(min(len(tasks), count)):
         task = tasks[index]
-        prompt = encode_prompt(encoder, task, budget, sampling)
+        prompt = encode_prompt(encoder, task, inputs.limit, sampling)
         inputs.longest_prompt = max(inputs.longest_prompt, len(prompt))
         largest = max(largest, *prompt)
         if example is not None:

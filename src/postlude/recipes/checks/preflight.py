@@ -53,6 +53,7 @@ from postlude.recipes.run.config_changes import MAY_CHANGE
 from postlude.recipes.run.directory import check_run
 from postlude.recipes.run.lock import LOCK, RunLock
 from postlude.recipes.run.loggers import check_loggers
+from postlude.recipes.sequence_limit import SequenceLimit, sequence_limit
 
 LOG = logging.getLogger(__name__)
 SAVED_NUMBERS = 3  # of each parameter in a checkpoint: itself and at most two of the optimizer's
@@ -113,9 +114,10 @@ class PreflightInputs:
 
     def max_request(self, sampling: SamplingSettings) -> tuple[int, str, str]:
         """Returns the maximum tokens of a request, prompt and completion, a clause that says why, and what to lower."""
-        budget, completion = self.config.budget, sampling.max_new_tokens
+        tokens, completion = self.limit.tokens(), sampling.max_new_tokens
         if self.grows:
-            return budget, f"a conversation of several turns may have budget={budget} tokens", "budget"
+            key = "budget" if tokens == self.config.budget else "context_length"
+            return tokens, f"a conversation of several turns may have {key}={tokens} tokens", key
         total = self.longest_prompt + completion
         reason = f"a prompt of {self.longest_prompt} tokens and a completion of up to {completion} make {total}"
         return total, reason, "sampling.max_new_tokens"
@@ -132,6 +134,11 @@ class PreflightInputs:
     def model(self) -> tuple[Family | None, ModelConfig]:
         """The model's family, or None, and its config."""
         return read_model(self.source)
+
+    @cached_property
+    def limit(self) -> SequenceLimit:
+        """The maximum tokens of a sequence."""
+        return sequence_limit(self.config, self.model[1])
 
     @cached_property
     def size(self) -> int:
@@ -280,7 +287,9 @@ def _model(inputs: PreflightInputs) -> str:
     config = inputs.model[1]
     if (rate := getattr(inputs.config, "selection_bias_rate", None)) is not None:
         config.with_selection_bias_rate(rate)  # raises if no router has a selection bias
-    return f"{inputs.config.model}, {config.pattern}, {inputs.size:,} parameters"
+    length = inputs.limit.context_length
+    context = "no limit of the context" if length is None else f"a context of {length:,} tokens"
+    return f"{inputs.config.model}, {config.pattern}, {inputs.size:,} parameters, {context}"
 
 
 def describe_weights(source: Source, if_random: str = "") -> str:

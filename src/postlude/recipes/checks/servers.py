@@ -245,12 +245,10 @@ def _launched_limit(rollout: LaunchedGenerators | LaunchedVLLM, inputs: Prefligh
         source = f"rollout.arguments give servers {option} {value}"
         return LengthLimit(int(value), source, "Raise it") if value.isdecimal() else None
     limit = vllm_max_length(inputs.model[1], inputs.tokenizer)
-    if not vllm or limit is None:
+    if not vllm or limit is None or inputs.config.context_length is not None:
         return None
     source = f"vLLM serves {inputs.config.model} with {limit} tokens, as its config.json and tokenizer_config.json say"
-    return LengthLimit(
-        limit, source, "Raise max_position_embeddings or model_max_length there, use rollout: generators"
-    )
+    return LengthLimit(limit, source, "Set context_length if it can read more, use rollout: generators")
 
 
 def _check_gpus(rollout: LaunchedGenerators | LaunchedVLLM, unused: Sequence[str]) -> None:

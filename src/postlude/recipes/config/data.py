@@ -14,6 +14,7 @@ from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.data.datasets import Rows, dataset_files, read_rows
 from postlude.options import TrainedTurns
 from postlude.recipes.config.schema import InputPath, Settings
+from postlude.recipes.sequence_limit import SequenceLimit
 
 Overlong = Literal["refuse", "drop", "cut"]
 
@@ -86,11 +87,14 @@ class Examples(TrainingDataset):
     turns: TrainedTurns = "all"
     """Assistant turns to train on."""
     overlong: Overlong = "refuse"
-    """What to do with rows longer than the budget: refuse to start, drop them, or cut them off."""
+    """What to do with rows longer than the budget or the context length: refuse to start, drop them, or cut them off.
+    """
+    sequences: ClassVar[int] = 1
+    """Sequences of a row."""
 
-    def encoder(self, tokenizer: ChatTokenizer, budget: int) -> Encoder:
+    def encoder(self, tokenizer: ChatTokenizer, limit: SequenceLimit) -> Encoder:
         """Returns the encoder of a row."""
-        return self._encoder(tokenizer, budget, truncate=self.overlong == "cut", turns=self.turns)
+        return self._encoder(tokenizer, limit.tokens(), truncate=self.overlong == "cut", turns=self.turns)
 
     def form(self, rows: Rows) -> tuple[RowFormat, tuple[str | None, ...]]:
         """Returns the format of the rows and their columns. Raises if they have the columns of no format."""
@@ -131,12 +135,14 @@ class Pairs(TrainingDataset):
     tools: str = "tools"
     """Column of the tools that messages may call, as JSON schemas, for the chat template."""
     overlong: Overlong = "refuse"
-    """What to do with pairs that have a completion longer than half the budget: refuse to start, drop them, or cut them
-    off."""
+    """What to do with pairs that have a completion longer than half the budget, or than the context length: refuse to
+    start, drop them, or cut them off."""
+    sequences: ClassVar[int] = 2
+    """Sequences of a row."""
 
-    def encoder(self, tokenizer: ChatTokenizer, budget: int) -> Encoder:
+    def encoder(self, tokenizer: ChatTokenizer, limit: SequenceLimit) -> Encoder:
         """Returns the encoder of a completion, which takes half the budget."""
-        return self._encoder(tokenizer, budget // 2, truncate=self.overlong == "cut")
+        return self._encoder(tokenizer, limit.tokens(self.sequences), truncate=self.overlong == "cut")
 
     def form(self, rows: Rows) -> tuple[RowFormat, tuple[str | None, ...]]:
         """Returns the format of the rows and their columns."""

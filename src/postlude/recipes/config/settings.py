@@ -219,6 +219,9 @@ class RunConfig(Settings):
     """Random seed."""
     budget: PositiveInt = 8192
     """Maximum number of tokens of a microbatch, and so of a sequence."""
+    context_length: Annotated[int, Field(ge=2)] | None = None
+    """Maximum number of tokens of a sequence, prompt and completion together; none takes what the config of the model
+    states. A larger number lets the model read more than that."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Compute dtype; none takes bfloat16 on a GPU and float32 elsewhere."""
     loggers: Annotated[tuple[str, ...], AfterValidator(_check_loggers)] = ("tensorboard",)

@@ -37,6 +37,7 @@ from postlude.recipes.rollouts.server_commands import (
     write_model_files,
 )
 from postlude.recipes.run.step_timer import StepTimer
+from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.serving.clients.client import GenerationClient
 from postlude.serving.engine import ServerEngine
 from postlude.serving.launch.launcher import ServerCommand, ServerLauncher
@@ -54,17 +55,17 @@ def make_rollout_engine(
     run: Path,
     sampling: SamplingSettings,
     *,
-    budget: int,
+    limit: SequenceLimit,
     record_routing: bool = False,
     launcher: ServerLauncher | None = None,
     background: bool = False,
 ) -> DistributedEngine:
     """Returns the rollout engine that samples with the weights of the trained `engine`.
 
-    Servers are started by `launcher`; None starts them on this machine. `budget` limits the tokens of prompt and
-    completion together. With `background` the trainer works while servers generate.
+    Servers are started by `launcher`; None starts them on this machine. `limit` is of prompt and completion together.
+    With `background` the trainer works while servers generate.
     """
-    probe = None if rollout.probe_limit == 0 else WeightProbe(engine, tokenizer, rollout.probe_limit)
+    probe = None if rollout.probe_limit == 0 else WeightProbe(engine, tokenizer, rollout.probe_limit, limit.tokens())
     if isinstance(rollout, NativeRollout):
         return SyncedGenerator(
             engine,
@@ -74,7 +75,7 @@ def make_rollout_engine(
             record_routing=record_routing,
             kv_cache_dtype=rollout.kv_cache_dtype,
             quantization=rollout.quantization,
-            **generator_limits(budget),
+            **generator_limits(limit),
         )
     untied = not isinstance(rollout, RunningServers) and needs_untied_head(rollout)
     sync = SyncOptions(run, untied=untied, probe=probe, wait=not background)
@@ -88,15 +89,15 @@ def make_rollout_engine(
         def make_client() -> GenerationClient:
             server_files, device = run.expanduser().absolute() / SERVERS, engine.device.type
             model = write_model_files(engine, tokenizer, server_files / MODEL, untied_head=untied)
-            limit = vllm_max_length(engine.config, tokenizer)
+            model_limit = vllm_max_length(engine.config, tokenizer)
             command = build_server_command(
                 rollout,
                 model,
                 engine.compute_dtype,
                 device,
                 weights=False,
-                budget=budget,
-                model_limit=limit,
+                limit=limit,
+                model_limit=model_limit,
                 adapter_rank=peft_rank(engine),
             )
             server_launcher = launcher or local_launcher(server_files, training_on=device)
@@ -127,7 +128,7 @@ def make_eval_engine(
     run: Path,
     dtype: torch.dtype,
     device: str,
-    budget: int,
+    limit: SequenceLimit,
     launcher: ServerLauncher | None = None,
 ) -> DistributedEngine:
     """Returns the rollout engine of servers whose weights stay. Arguments are those of `make_rollout_engine`."""
@@ -136,8 +137,9 @@ def make_eval_engine(
         config = read_model(model)[1]
         if isinstance(rollout, RunningServers):
             return connect_servers(rollout, tokenizer, config.vocab_size)
-        limit = vllm_max_length(config, tokenizer)
-        command = build_server_command(rollout, model, dtype, device, weights=True, budget=budget, model_limit=limit)
+        command = build_server_command(
+            rollout, model, dtype, device, weights=True, limit=limit, model_limit=vllm_max_length(config, tokenizer)
+        )
         server_launcher = launcher or local_launcher(run.expanduser().absolute() / SERVERS, training_on="cpu")
         return launch_servers(rollout, command, tokenizer, config.vocab_size, server_launcher)
 

@@ -16,6 +16,7 @@ from postlude.recipes.config.settings import EvaluationSetSettings, PassSettings
 from postlude.recipes.report.metrics import COMPONENTS, EVAL, LENGTH, PASS, REWARD
 from postlude.recipes.rollouts.prompts import build_environment, prompt_source
 from postlude.recipes.rollouts.sampler import HELD_OUT_SEEDS, RolloutSampler
+from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.rollout.conversations import REWARD_FAILED, PromptSource, Trajectory, TrajectoryGroup
 from postlude.rollout.environments import Environment
 from postlude.rollout.tasks import SplitBy, Task, Tasks, hold_out, last_tasks, task_identity
@@ -93,7 +94,7 @@ def open_sets(
     sampling: SamplingSettings,
     *,
     seed: int,
-    budget: int,
+    limit: SequenceLimit,
     pool_factory: PoolFactory | None,
     close_at_end: Callable[[Environment], Environment],
 ) -> list[EvaluationSet]:
@@ -101,9 +102,9 @@ def open_sets(
     sets = []
     for name, set_settings in settings.items():
         environment = close_at_end(
-            build_environment(set_settings.environment, seed + 1, tokenizer, sampling, budget, pool_factory)
+            build_environment(set_settings.environment, seed + 1, tokenizer, sampling, limit, pool_factory)
         )
-        source = prompt_source(environment, tokenizer, sampling, budget)
+        source = prompt_source(environment, tokenizer, sampling, limit)
         sets.append(EvaluationSet(name, source, tasks_of_set(environment.tasks, set_settings), set_settings))
     return sets
 

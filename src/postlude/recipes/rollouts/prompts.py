@@ -9,34 +9,41 @@ from postlude.pool.worker_pool import NullPool, PoolFactory
 from postlude.recipes.config.environments import EnvironmentSettings, PromptSettings
 from postlude.recipes.config.settings import SamplingSettings
 from postlude.recipes.run.directory import is_rank0
+from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.rollout.conversations import PromptSource
 from postlude.rollout.environments import Environment
 from postlude.rollout.tasks import Task, Tasks, TaskSubset
 
 
 def prompt_encoder(
-    environment: Environment, tokenizer: ChatTokenizer, sampling: SamplingSettings, budget: int
+    environment: Environment, tokenizer: ChatTokenizer, sampling: SamplingSettings, limit: SequenceLimit
 ) -> Encoder:
     """Returns the encoder of an environment's prompts, which leaves room for a completion."""
+    room = limit.tokens() - sampling.max_new_tokens
+    if room < 2:
+        raise ValueError(
+            f"sampling.max_new_tokens is {sampling.max_new_tokens}, which leaves no room for a prompt in "
+            f"{limit.reason()}. Lower it, or {limit.fix()[0].lower()}{limit.fix()[1:]}."
+        )
     options = dict(environment.template_options)
-    return Encoder(tokenizer=tokenizer, max_length=budget - sampling.max_new_tokens, options=options)
+    return Encoder(tokenizer=tokenizer, max_length=room, options=options)
 
 
 def prompt_source(
-    environment: Environment, tokenizer: ChatTokenizer, sampling: SamplingSettings, budget: int
+    environment: Environment, tokenizer: ChatTokenizer, sampling: SamplingSettings, limit: SequenceLimit
 ) -> PromptSource:
     """Returns an environment with the encoder of its prompts."""
-    return PromptSource(environment, prompt_encoder(environment, tokenizer, sampling, budget))
+    return PromptSource(environment, prompt_encoder(environment, tokenizer, sampling, limit))
 
 
-def encode_prompt(encoder: Encoder, task: Task, budget: int, sampling: SamplingSettings) -> list[int]:
+def encode_prompt(encoder: Encoder, task: Task, limit: SequenceLimit, sampling: SamplingSettings) -> list[int]:
     """Returns the tokens of a task's prompt. Raises if it has none, or if a completion would not fit after it."""
     try:
         prompt = encoder.prompt(task.prompt, task.name)
     except TooLongError as error:
         raise ValueError(
-            f"the prompt of {error.row} has {error.length} tokens, but budget={budget} with completions of up to "
-            f"{sampling.max_new_tokens} leaves {encoder.max_length}. Raise budget, or set the environment's "
+            f"the prompt of {error.row} has {error.length} tokens, but {limit.reason()} with completions of up to "
+            f"{sampling.max_new_tokens} leaves {encoder.max_length}. {limit.fix()}, or set the environment's "
             "overlong to drop."
         ) from error
     if not prompt:
@@ -49,7 +56,7 @@ def build_environment(
     seed: int,
     tokenizer: ChatTokenizer,
     sampling: SamplingSettings,
-    budget: int,
+    limit: SequenceLimit,
     pool_factory: PoolFactory | None = None,
 ) -> Environment:
     """Returns the environment, without the prompts that `overlong: drop` drops. Only rank 0 starts reward workers."""
@@ -58,8 +65,8 @@ def build_environment(
     environment.template_options = {**settings.template_variables, **environment.template_options}
     if isinstance(settings, PromptSettings) and settings.overlong == "drop":
         try:
-            encoder = prompt_encoder(environment, tokenizer, sampling, budget)
-            environment.tasks = _fitting_tasks(environment, settings, encoder, sampling, budget)
+            encoder = prompt_encoder(environment, tokenizer, sampling, limit)
+            environment.tasks = _fitting_tasks(environment, settings, encoder, sampling, limit)
         except BaseException:
             environment.close()
             raise
@@ -67,14 +74,18 @@ def build_environment(
 
 
 def _fitting_tasks(
-    environment: Environment, settings: PromptSettings, encoder: Encoder, sampling: SamplingSettings, budget: int
+    environment: Environment,
+    settings: PromptSettings,
+    encoder: Encoder,
+    sampling: SamplingSettings,
+    limit: SequenceLimit,
 ) -> Tasks:
     tasks = environment.tasks
     fitting = [index for index in range(len(tasks)) if _fits(encoder, tasks[index])]
     if not fitting:
         raise ValueError(
-            f"every prompt of {settings.path} has more than the {encoder.max_length} tokens that budget={budget} "
-            f"with completions of up to {sampling.max_new_tokens} leaves. Raise budget."
+            f"every prompt of {settings.path} has more than the {encoder.max_length} tokens that {limit.reason()} "
+            f"with completions of up to {sampling.max_new_tokens} leaves. {limit.fix()}."
         )
     return TaskSubset(tasks, fitting) if len(fitting) < len(tasks) else tasks
 

@@ -24,6 +24,7 @@ from postlude.recipes.rollouts.prompts import encode_prompt, prompt_source
 from postlude.recipes.run.directory import Sample
 from postlude.recipes.run.signals import StopSignals
 from postlude.recipes.run.step_timer import StepTimer
+from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.recipes.trainer import StepMetrics, Trainer
 from postlude.rollout.conversations import (
     REWARD_FAILED,
@@ -66,7 +67,7 @@ class RolloutSampler:
         tokenizer: ChatTokenizer,
         settings: SamplingSettings,
         *,
-        budget: int,
+        limit: SequenceLimit,
         seed: int,
         timer: StepTimer,
         background: bool = False,
@@ -77,14 +78,14 @@ class RolloutSampler:
         # The generator ends turns by itself; servers are told, since their model's files may not say what ends one.
         stop_tokens = dict.fromkeys([*settings.stop_ids(tokenizer), *turn_ends(tokenizer)])
         self.params = replace(settings.params, stop_tokens=tuple(stop_tokens))
-        self.budget, self.seed, self.timer = budget, seed, timer
+        self.limit, self.seed, self.timer = limit, seed, timer
         self.background, self.signals, self.offloaded_engine = background, signals, offloaded_engine
         self._reported_lost_workers = 0
-        self.tokenizer, self.source = tokenizer, prompt_source(environment, tokenizer, settings, budget)
+        self.tokenizer, self.source = tokenizer, prompt_source(environment, tokenizer, settings, limit)
         # In the background sampling overlaps training: `wait` then times only the waiting.
         self.conversations = Conversations(
             rollout_engine,
-            budget=budget,
+            budget=limit.tokens(),
             background=background and rollout_engine.controller.is_rank0,
             timer=(lambda _: nullcontext()) if background else timer,
         )
@@ -118,7 +119,8 @@ class RolloutSampler:
         metrics, count = self.sync_and_run_on_rank0(sample_on_rank0)
         batches: Sequence[Batch | None] = sampled or [None] * count
         return RolloutBatch(
-            metrics, [scatter_batch(batch, mesh, self.rollout_engine.controller, self.budget) for batch in batches]
+            metrics,
+            [scatter_batch(batch, mesh, self.rollout_engine.controller, self.limit.budget) for batch in batches],
         )
 
     def sample(
@@ -148,7 +150,7 @@ class RolloutSampler:
         `params` and `source` are by default those of training.
         """
         source = source or self.source
-        prompt = encode_prompt(source.encoder, task, self.budget, self.settings)
+        prompt = encode_prompt(source.encoder, task, self.limit, self.settings)
         params = replace(params or self.params, seed=combine_seeds(self.seed, step, seed_stream, number))
         return TrajectoryGroup.of(task, number, prompt, params, samples, source)
 
@@ -198,7 +200,7 @@ def open_rollout_sampler(
                 trainer.tokenizer,
                 config.run,
                 sampling,
-                budget=config.budget,
+                limit=trainer.limit,
                 record_routing=record_routing,
                 launcher=trainer.runtime.launcher,
                 background=background,
@@ -210,7 +212,7 @@ def open_rollout_sampler(
             environment,
             trainer.tokenizer,
             sampling,
-            budget=config.budget,
+            limit=trainer.limit,
             seed=config.seed,
             timer=trainer.timer,
             signals=trainer.signals,

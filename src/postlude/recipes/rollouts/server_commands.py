@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,12 @@ import torch
 from postlude.data.hub import hub_repo
 from postlude.engine import Engine
 from postlude.engine.adapters import plan_adapter_tensors
+from postlude.hf.context_length import context_length
 from postlude.hf.export import ModelFiles, hf_export_config, untied
 from postlude.hf.peft import to_peft
 from postlude.model import ModelConfig
 from postlude.recipes.config.rollout import LaunchedGenerators, LaunchedVLLM
+from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.serving.clients.postlude import WEIGHTS
 from postlude.serving.launch.launcher import LocalLauncher, ServerCommand
 
@@ -25,7 +26,7 @@ VLLM_MODULE = "vllm.entrypoints.launchers.api_server.entry"  # `vllm serve` need
 VLLM_LENGTH, GENERATOR_LENGTH = "--max-model-len", "--max-batch-tokens"
 DEFAULT_GENERATOR_LENGTH = 65_536
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-SCALED_ROPE = ("linear", "dynamic")  # where vLLM multiplies max_position_embeddings by the factor
+VLLM_LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # takes a --max-model-len above the model's own
 # A vLLM that was started with dummy weights would otherwise load dummy weights at every reload.
 LOAD_REAL_WEIGHTS = (
     "/collective_rpc",
@@ -42,19 +43,14 @@ VLLM_CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # GiB; by default vLLM takes nearly a
 
 def vllm_max_length(config: ModelConfig, tokenizer: Any) -> int | None:
     """Returns the default of vLLM's --max-model-len for a model; None where its config does not say."""
-    hf_config: Mapping[str, Any] = config.hf_config or {}
-    hf_config = hf_config.get("text_config") or hf_config
-    positions, rope = hf_config.get("max_position_embeddings"), hf_config.get("rope_parameters") or {}
-    if not isinstance(positions, int):
-        return None
-    if rope.get("rope_type") in SCALED_ROPE:
-        positions = int(positions * (rope.get("factor") or 1.0))
-    return min(positions, getattr(tokenizer, "model_max_length", positions))
+    length = context_length(config)
+    return None if length is None else min(length, getattr(tokenizer, "model_max_length", length))
 
 
-def generator_limits(budget: int) -> dict[str, int]:
-    """Returns the settings of a generator with room for a sequence of `budget` tokens."""
-    return {"max_batch_tokens": budget} if budget > DEFAULT_GENERATOR_LENGTH else {}
+def generator_limits(limit: SequenceLimit) -> dict[str, int]:
+    """Returns the settings of a generator with room for the longest sequence."""
+    tokens = limit.tokens()
+    return {"context_length": tokens} | ({"max_batch_tokens": tokens} if tokens > DEFAULT_GENERATOR_LENGTH else {})
 
 
 def build_server_command(
@@ -64,14 +60,15 @@ def build_server_command(
     device: str,
     *,
     weights: bool,
-    budget: int,
+    limit: SequenceLimit,
     model_limit: int | None,
     adapter_rank: int = 0,
 ) -> ServerCommand:
     """Returns the command of a server, with a new key. `device` is the trainer's.
 
-    Without `weights` the server starts empty and gets them later. It takes `budget` tokens of prompt and completion
-    together; vLLM no more than `model_limit`. `adapter_rank` is the rank of the adapters that it is to load; 0 if none.
+    Without `weights` the server starts empty and gets them later. `limit` is of prompt and completion
+    together; vLLM takes no more than `model_limit` unless the config sets a context length. `adapter_rank` is the rank
+    of the adapters that it is to load; 0 if none.
     """
     dtype_name, key = str(dtype).removeprefix("torch."), secrets.token_urlsafe(32)
     setup_requests: tuple[tuple[str, Any], ...] = ()
@@ -79,15 +76,19 @@ def build_server_command(
         command = [sys.executable, "-m", "postlude", "serve", model, "--host", "{host}", "--port", "{port}"]
         command += ["--dtype", dtype_name, "--device", rollout.device or device, "--threads", str(rollout.threads)]
         command += [] if weights else ["--empty"]
-        command += [GENERATOR_LENGTH, str(budget)] if generator_limits(budget) else []
+        for name, value in generator_limits(limit).items():
+            command += [f"--{name.replace('_', '-')}", str(value)]
         environment, key_variable, protected_path = {"OMP_NUM_THREADS": str(rollout.threads)}, POSTLUDE_KEY, WEIGHTS
     else:
-        max_length = budget if model_limit is not None and budget < model_limit else None
+        tokens, chosen = limit.tokens(), limit.context_length is not None and limit.model is None
+        longer = chosen and model_limit is not None and tokens > model_limit
+        max_length = tokens if longer or (model_limit is not None and tokens < model_limit) else None
         command = _vllm_command(rollout, model, dtype_name, max_length, adapter_rank)
         if not weights:
             command += ["--load-format", "dummy"]
             setup_requests = (LOAD_REAL_WEIGHTS,)
-        environment, key_variable, protected_path = _vllm_environment(rollout, adapter_rank), VLLM_KEY, "/is_paused"
+        environment = _vllm_environment(rollout, adapter_rank) | ({VLLM_LONGER: "1"} if longer else {})
+        key_variable, protected_path = VLLM_KEY, "/is_paused"
     return ServerCommand(
         command=(*command, *rollout.arguments),
         environment={**environment, **rollout.env, key_variable: key},

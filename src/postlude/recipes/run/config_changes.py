@@ -18,6 +18,7 @@ MAY_CHANGE = (
     "run",
     "layout",
     "budget",
+    "context_length",
     "head",
     "recompute",
     "overlap",

@@ -99,7 +99,7 @@ class GenerationServer:
         self._pending: dict[int, _Pending] = {}
         max_body = BODY_BYTES + TOKEN_BYTES * generator.max_batch_tokens
         self._http = HTTPServer(self._handle, key=key, max_body=max_body)
-        openai = OpenAIRoutes(self, name, generator.tokenizer, generator.max_batch_tokens)
+        openai = OpenAIRoutes(self, name, generator.tokenizer, generator.max_length)
         self._routes: dict[tuple[str, str], Callable[[HTTPRequest], Awaitable[Any]]] = {
             ("GET", "/health"): self._get_health,
             ("GET", MODELS): self._get_models,
@@ -215,7 +215,7 @@ class GenerationServer:
         return {"status": "ok"}
 
     async def _get_models(self, _: HTTPRequest) -> Any:
-        max_length = self.generator.max_batch_tokens
+        max_length = self.generator.max_length
         model = {"id": self.name, "object": "model", "created": 0, "owned_by": OWNER, "max_model_len": max_length}
         adapters = [{**model, "id": name, "parent": self.name} for name in self.generator.adapters.names]
         return {"object": "list", "data": [model, *adapters]}
