@@ -267,6 +267,7 @@ TESTED_ELSEWHERE = {
     "objective.kl.gradient": "tests/objectives/test_plain.py: its gradient, which one step's loss does not show",
     "data.kind": "test_supervised.py: test_a_teacher_corrects_the_students_own_completions",
     "data.path": "every test has rows of its own",
+    "data.format": "tests/recipes/test_row_formats.py",
     "data.tools": "tests/data/test_encoding.py: test_tools_of_a_row_reach_the_template",
     "data.overlong": "test_supervised.py: test_long_rows_may_be_left_out_or_cut",
     "asynchrony.max_staleness": "test_asynchrony.py",

@@ -20,6 +20,7 @@ from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.data.datasets import Rows, stream_files
 from postlude.data.encoded_dataset import EncodedDataset, cache_key
 from postlude.data.encoding import CHUNK, encode
+from postlude.data.row_formats import ALPACA, SHAREGPT, alpaca_prompt, read_cells, with_system_column
 from postlude.data.row_stream import RowStream
 from postlude.data.task_identity import row_identity
 from postlude.recipes.config.data import DatasetPath, Examples, Mixture, Pairs
@@ -112,6 +113,7 @@ def _encoded(data: Examples | Pairs, encoder: Encoder, limit: SequenceLimit) -> 
     rows = data.read()
     form, columns = data.form(rows)
     values, names = row_values(data, rows, form, columns), list(rows.locations)
+    _report_format(rows, columns, values)
     _warn_of_roles(values, names)
     chunks = []
     with encoding_bar(len(rows), f"encoding {rows.name}") as advance:
@@ -135,10 +137,32 @@ def row_values(data: Examples | Pairs, rows: Rows, form: RowFormat, columns: Seq
     """Returns the arguments of the encoder's method for each row. Raises if a row has no value where it needs one."""
     optional = {None} if form != "preference" else {None, columns[0]}
     rows.require(*(column for column in columns if column is not None and column not in optional))
-    values = [[None if column is None else row.get(column) for column in columns] for row in rows]
-    if form == "completion" and columns[0] is None:
-        values = [["", *others] for _, *others in values]
-    return [[*cells, row.get(data.tools)] for cells, row in zip(values, rows, strict=True)]
+    values = []
+    for index, row in enumerate(rows):
+        location = rows.location(index)
+        if columns[0] is None:
+            cells = ["", *(row[column] for column in columns if column is not None)]
+        elif columns == ALPACA:
+            cells = [alpaca_prompt(row, location), row[columns[1] or ""]]
+        else:
+            cells = read_cells(form, [row.get(column or "") for column in columns], location)
+        if columns == SHAREGPT:
+            cells = [with_system_column(cells[0], row, location)]
+        values.append([*cells, row.get(data.tools)])
+    return values
+
+
+def _report_format(rows: Rows, columns: Sequence[str | None], values: Sequence[Sequence[Any]]) -> None:
+    """Says in one line what format was recognised, of rows that are not in Postlude's own."""
+    read = {SHAREGPT: "rows of ShareGPT", ALPACA: "rows of Alpaca"}.get(tuple(map(str, columns)))
+    for row, cells in zip(rows, values, strict=True):
+        pairs = [(row.get(name or ""), cell) for name, cell in zip(columns, cells, strict=False)]
+        if read is None and any(isinstance(text, str) and isinstance(cell, list) for text, cell in pairs):
+            read = "messages, from JSON text"
+        if read is None and columns[0] is not None and pairs[0][0] is None and isinstance(pairs[0][1], str):
+            read = "texts that begin with the prompt that they share"
+    if read is not None:
+        LOG.warning("%s is read as %s (columns %s).", rows.name, read, ", ".join(str(column) for column in columns))
 
 
 def _overlong(
@@ -196,8 +220,9 @@ class StreamEncoder(Generic[Row]):
     def check(self) -> tuple[str, int]:
         """Encodes the first rows. Returns a line about them, and their largest token."""
         names = list(self.first_rows.locations)
-        _warn_of_roles(row_values(self.data, self.first_rows, self.form, self.columns), names)
         values = row_values(self.data, self.first_rows, self.form, self.columns)
+        _report_format(self.first_rows, self.columns, values)
+        _warn_of_roles(values, names)
         largest = 0
         for encoded in self.encoder.encode_rows(self.form, values, names):
             for part in encoded if isinstance(encoded, list | tuple) else ():

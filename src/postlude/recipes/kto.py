@@ -23,6 +23,8 @@ from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import StepMetrics
 
+LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+
 
 @dataclass(frozen=True)
 class LabelledRow:
@@ -88,9 +90,10 @@ def unrelated_pairs(sequences: Sequence[EncodedSequence], budget: int) -> list[E
 def read_label(row: Mapping[str, Any], location: str, column: str) -> bool:
     """Returns the label of a row. Raises ValueError if it has none."""
     label: Any = row.get(column)
-    if not (isinstance(label, bool | int) and label in (0, 1)):
+    value = LABELS.get(label.strip().lower()) if isinstance(label, str) else label  # a cell of CSV is text
+    if not (isinstance(value, bool | int | float) and value in (0, 1)):
         raise ValueError(f"{location} has {label!r} as its {column}, but a label is true or false, or 1 or 0.")
-    return bool(label)
+    return bool(value)
 
 
 def check_labels(datasets: Sequence[LabelledExamples]) -> str:

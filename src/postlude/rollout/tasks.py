@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from postlude.data.chat import Prompt
 from postlude.data.chat_template import Message, with_system
 from postlude.data.datasets import HeldOutRows, Rows
+from postlude.data.row_formats import read_messages
 from postlude.data.task_identity import DIGEST_BYTES, digest, first_different, prompt_identity
 from postlude.pool.open_pool import open_pool
 from postlude.pool.worker_pool import WorkerError
@@ -166,7 +167,7 @@ class DatasetTasks:
 
     def __getitem__(self, index: int) -> Task:
         row = self.rows[check_index(index, len(self))]
-        prompt = content = row[self.prompt]
+        prompt = content = read_messages(row[self.prompt], self.rows.location(index))
         if not isinstance(prompt, str | list):
             raise ValueError(
                 f'column "{self.prompt}" in {self.rows.location(index)} holds a {type(prompt).__name__}, '

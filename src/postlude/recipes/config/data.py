@@ -12,6 +12,7 @@ from postlude.data.chat import Encoder, RowFormat
 from postlude.data.chat_template import check_variables
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.data.datasets import Rows, dataset_files, read_rows
+from postlude.data.row_formats import ALPACA, SHAREGPT, ExampleFormat, recognised_format
 from postlude.options import TrainedTurns
 from postlude.recipes.config.schema import InputPath, Settings
 from postlude.recipes.sequence_limit import SequenceLimit
@@ -74,6 +75,9 @@ class Examples(TrainingDataset):
     prompt and completion holds one completion a row. One with a column of text is trained on as a whole.
     """
 
+    format: ExampleFormat | None = None
+    """Format of the rows: "messages", "sharegpt" (a column conversations), "completion", "alpaca" (columns instruction,
+    input and output) or "text". None recognises it by the columns, and refuses those of several formats."""
     messages: str = "messages"
     """Column of whole conversations."""
     prompt: str = "prompt"
@@ -99,25 +103,36 @@ class Examples(TrainingDataset):
     def form(self, rows: Rows) -> tuple[RowFormat, tuple[str | None, ...]]:
         """Returns the format of the rows and their columns. Raises if they have the columns of no format."""
         columns = rows.columns
-        if not {self.messages, self.text, self.prompt, self.completion} & set(columns):
+        formats: dict[ExampleFormat, tuple[str, ...]] = {
+            "messages": (self.messages,),
+            "completion": (self.prompt, self.completion),
+            "text": (self.text,),
+            "alpaca": ALPACA,
+        }
+        if self.messages not in SHAREGPT:
+            formats["sharegpt"] = SHAREGPT
+        chosen = self.format or recognised_format(rows.name, columns, formats)
+        if chosen is None:
             listed = ", ".join(f'"{name}"' for name in columns) or "none"
             raise ValueError(
                 f'dataset {rows.name} has no column "{self.messages}", "{self.prompt}" or "{self.text}"; it has: '
                 f"{listed}. Name yours with data.messages, with data.prompt and "
                 f"data.completion, or with data.text."
             )
-        if self.messages in columns:
-            return "conversation", (self.messages,)
-        if self.text in columns and self.prompt not in columns:
+        if chosen == "text":
             return "completion", (None, self.text)
-        return "completion", (self.prompt, self.completion)
+        if chosen == "sharegpt":
+            return "conversation", SHAREGPT
+        if chosen == "alpaca":
+            return "completion", ALPACA
+        return "conversation" if chosen == "messages" else "completion", formats[chosen]
 
 
 class LabelledExamples(Examples):
     """Completions of a file, each with a label that says whether it is desirable."""
 
     label: str = "label"
-    """Column of the label: true or false, or 1 or 0."""
+    """Column of the label: true or false, or 1 or 0, as a value or, as in CSV, as text."""
 
 
 class Pairs(TrainingDataset):
