@@ -15,6 +15,7 @@ from postlude import Engine, Layout, export_hf, load_model, load_tokenizer
 from postlude.cli import main
 from postlude.commands.chat import Conversation
 from postlude.data.chat import Encoder
+from postlude.data.turn_ends import turn_ends
 from postlude.generate.distributed import SyncedGenerator
 from postlude.generate.generator import Generator
 from postlude.generate.protocol import Completion
@@ -71,7 +72,7 @@ def test_completion_ends_with_any_eos_token_of_the_generation_config(
     row = json.loads(capsys.readouterr().out)
     assert row["tokens"] == completion.tokens[: completion.tokens.index(last) + 1]
     assert row["finish_reason"] == "stop"
-    assert ranks(1, ends_in_training, str(tmp_path)) == [{last, 257}]
+    assert ranks(1, ends_in_training, str(tmp_path)) == [{last, 257, *turn_ends(tokenizer)}]
 
 
 @pytest.mark.parametrize("words", [[], ["--prompt", "-"]])
@@ -82,6 +83,26 @@ def test_prompt_from_standard_input_with_and_without_chat_template(
     assert main(["generate", "tiny-dense", "--plain", *words, *FEW]) == 0
     ((completion,),) = run_generate(["Once upon"], SAMPLING)
     assert capsys.readouterr().out == f"{completion.text}\n"
+
+
+class Terminal(io.StringIO):
+    """Standard input at a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_is_asked_for_a_line_and_an_empty_input_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal("Once upon\nnot read\n"))
+    assert main(["generate", "tiny-dense", "--plain", *FEW]) == 0
+    ((completion,),) = run_generate(["Once upon"], SAMPLING)
+    assert capsys.readouterr() == (f"{completion.text}\n", "prompt> ")
+    for empty in (io.StringIO(), io.StringIO("\n"), Terminal()):
+        monkeypatch.setattr("sys.stdin", empty)
+        assert main(["generate", "tiny-dense", *FEW]) == 2
+        assert "standard input is empty; write the prompt there, or give it with --prompt." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

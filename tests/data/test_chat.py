@@ -425,6 +425,44 @@ def test_content_that_the_template_drops_next_to_tool_calls_is_refused() -> None
         encoder(PARTS).conversation([SILENT, HELLO], "row 3")
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        "{{ arguments | tojson }}",  # Qwen2.5, Llama 3
+        "{% if arguments is string %}{{ arguments }}{% else %}{{ arguments | tojson }}{% endif %}",  # Qwen3
+        "{{ '' + arguments }}",  # DeepSeek-V3 writes text alone
+        "{{ arguments }}",
+    ],
+)
+@pytest.mark.parametrize("flat", [True, False])
+def test_arguments_of_calls_are_written_once_given_as_objects_or_as_json(written: str, flat: bool) -> None:
+    template = PARTS.replace("{{ call.function.name }}", "{{ (call.function or call).name }}")
+    template = template.replace("</call>", f"{{% set arguments = (call.function or call).arguments %}}{written}</call>")
+    arguments = {"at": 'a "b"', "é": [1]}
+    for content in (None, "Well,"):
+        sequences = []
+        for form in (arguments, json.dumps(arguments, ensure_ascii=False)):
+            call = {"name": "look", "arguments": form}
+            calls = [call if flat else {"type": "function", "function": call}]
+            sequences += encoder(template).conversation([USER, {**CALLING, "content": content, "tool_calls": calls}])
+        assert sequences[0] == sequences[1]
+        assert learned(sequences[0]) == f'{content or ""}<call>look{{"at": "a \\"b\\"", "é": [1]}}</call><|im_end|>'
+
+
+@pytest.mark.parametrize(
+    ("calls", "sentence"),
+    [
+        ([{"function": {"name": "look", "arguments": "{'at': 1}"}}], "row 2 are .* which is not JSON"),
+        ([{"name": "look", "arguments": "[1]"}], "call 0 of message 1 .assistant. of row 2 are .* are an object"),
+        (["look"], "tool calls are a list of objects"),
+        ("look", "tool calls are a list of objects"),
+    ],
+)
+def test_calls_that_are_no_calls_are_refused(calls: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        encoder(PARTS).conversation([USER, {**CALLING, "tool_calls": calls}], "row 2")
+
+
 @pytest.mark.parametrize("template", [KNOWS_TOOLS, {"default": CHAT_TEMPLATE, "tool_use": KNOWS_TOOLS}])
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
 def test_tools_are_rendered_by_the_template(template: Any, tools: Any) -> None:

@@ -52,8 +52,18 @@ def sampling_from_options(options: argparse.Namespace) -> SamplingParams:
 
 
 def read_text(text: str, name: str) -> str:
-    """Returns a text of the command line, or standard input for "-". Raises ValueError if it is not UTF-8."""
-    text = sys.stdin.read() if text == "-" else text
+    """Returns a text of the command line; for "-" a line typed in a terminal, or else all of standard input.
+
+    Raises ValueError if it is empty or not UTF-8.
+    """
+    if text == "-":
+        if sys.stdin.isatty():
+            print(f"{name}> ", end="", file=sys.stderr, flush=True)
+            text = sys.stdin.readline().removesuffix("\n")
+        else:
+            text = sys.stdin.read()
+        if not text.strip():
+            raise ValueError(f"standard input is empty; write the {name} there, or give it with --{name}.")
     try:
         text.encode()
     except UnicodeEncodeError as error:  # bytes that are not UTF-8 became surrogates

@@ -46,7 +46,8 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 OPEN, CLOSE = "<think>", "</think>"
 OPENED = re.compile(rf"{OPEN}(\s*)\Z")
 NAME = "probe_function"
-CALL = {"type": "function", "id": "call12345", "function": {"name": NAME, "arguments": {"probe": 1}}}
+ARGUMENTS = {"probe": 1}
+CALL = {"type": "function", "id": "call12345", "function": {"name": NAME, "arguments": ARGUMENTS}}
 TOOL = {
     "type": "function",
     "function": {"name": NAME, "description": "?", "parameters": {"type": "object", "properties": {}}},
@@ -134,29 +135,44 @@ class ChatTemplate:
             content = _joined(content, location)
         elif content is not None and not isinstance(content, str):
             raise ValueError(f"the content of {location} is {shorten(content)}, but a content is text.")
+        checked = {name: value for name, value in message.items() if value is not None} | {"content": content}
         if message.get("tool_calls"):
-            content = self._content_with_calls(content, location, tools)
+            checked |= self._as_rendered(content, message["tool_calls"], location, tools)
         elif content is None:
             raise ValueError(f"the content of {location} is null. Give it text, or leave the row out.")
-        return {name: value for name, value in message.items() if value is not None} | {"content": content}
+        return checked
 
-    def _content_with_calls(self, content: str | None, location: str, tools: Tools) -> str | None:
-        """Returns a content with which the template renders tool calls too. An empty one may have to be null."""
-        for candidate in (content,) if content else ("", None):
-            if self._renders_calls(candidate, tools):
-                return candidate
+    def _as_rendered(self, content: str | None, calls: Any, location: str, tools: Tools) -> dict[str, Any]:
+        """Returns content and tool calls in the form that the template renders.
+
+        An empty content may have to be null. Arguments are objects, or JSON text for a template that writes only text.
+        """
+        if not isinstance(calls, Sequence) or not all(isinstance(call, Mapping) for call in calls):
+            raise ValueError(
+                f"the tool calls of {location} are {shorten(calls)}, but tool calls are a list of objects."
+            )
+        for as_text in (False, True):
+            for candidate in (content,) if content else ("", None):
+                if self._renders_calls(candidate, tools, as_text=as_text):
+                    numbered = enumerate(calls)
+                    return {
+                        "content": candidate,
+                        "tool_calls": [_call(call, f"call {i} of {location}", as_text=as_text) for i, call in numbered],
+                    }
         condition = " beside a text" if content else ""
         raise ValueError(
             f"{location} has tool calls, which the tokenizer's chat template does not write{condition}. Use a "
             f"tokenizer whose template does, or leave the row out."
         )
 
-    def _renders_calls(self, content: str | None, tools: Tools) -> bool:
-        key = (self.source(tools), content and "text")
+    def _renders_calls(self, content: str | None, tools: Tools, *, as_text: bool) -> bool:
+        key = (self.source(tools), content and "text", as_text)
         if key not in self._known:
-            turn = {"role": "assistant", "content": key[1], "tool_calls": [CALL]}
+            call = _call(CALL, "the probe", as_text=as_text)
+            turn = {"role": "assistant", "content": key[1], "tool_calls": [call]}
             text, question = (self.try_render(messages, tools) for messages in ([QUESTION, turn], [QUESTION]))
-            self._known[key] = NAME in text and text.count("None") <= question.count("None")
+            writes_arguments = json.dumps(ARGUMENTS) in text if as_text else str(ARGUMENTS) not in text
+            self._known[key] = NAME in text and writes_arguments and text.count("None") <= question.count("None")
         return self._known[key]
 
     def checked_tools(self, tools: Any, row: str) -> Tools:
@@ -232,7 +248,7 @@ class ChatTemplate:
             return ""
 
     @cached_property
-    def _known(self) -> dict[tuple[str, str | None], bool]:
+    def _known(self) -> dict[tuple[str | bool | None, ...], bool]:
         return {}
 
 
@@ -328,6 +344,29 @@ def _joined(parts: list[Any], location: str) -> str:
             'Keep parts such as {"type": "text", "text": "..."}, or leave the row out.'
         )
     return "".join(part["text"] for part in parts)
+
+
+def _call(call: Mapping[str, Any], location: str, *, as_text: bool) -> dict[str, Any]:
+    """Returns a tool call with its arguments as an object, or as JSON. OpenAI's format has JSON in a string."""
+    function = call.get("function", call)
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if isinstance(arguments, Mapping) and as_text:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif isinstance(arguments, str) and not as_text:
+        try:
+            parsed = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"the arguments of {location} are {shorten(arguments)}, which is not JSON: {error}. Fix the call, or "
+                "leave the row out."
+            ) from error
+        if not isinstance(parsed, dict):
+            raise ValueError(f"the arguments of {location} are {shorten(arguments)}, but arguments are an object.")
+        arguments = parsed
+    else:
+        return dict(call)
+    changed = {**function, "arguments": arguments}
+    return {**call, "function": changed} if "function" in call else changed
 
 
 def shorten(value: Any) -> str:
