@@ -14,7 +14,7 @@ import pytest
 
 from postlude.cli import main
 from postlude.recipes.config.settings import RunLimits
-from postlude.recipes.run.health import Health, UnhealthyRun
+from postlude.recipes.run.health import CRITIC, Health, UnhealthyRun
 from postlude.recipes.run.outcome import read_outcome
 from postlude.recipes.trainer import Trainer
 from postlude.rollout.conversations import Trajectory
@@ -99,11 +99,21 @@ def test_exploding_metrics_end_a_run(check: Callable[[Health], None], sentence: 
         check(watched)
 
 
+def test_skipped_steps_of_a_critic_are_counted_beside_those_of_the_policy() -> None:
+    watched = health()
+    watched.check_update(math.nan, True, 1, CRITIC)
+    watched.check_update(1.0, False, 1)
+    with pytest.raises(UnhealthyRun, match="of the critic was not finite in the last optimizer step"):
+        watched.check_last_update(1)
+    with pytest.raises(UnhealthyRun, match="of the critic was not finite in 2 optimizer steps in a row"):
+        watched.check_update(math.nan, True, 2, CRITIC)
+
+
 @pytest.mark.parametrize("name", ["initial_weight_norm", "first_norm"], ids=["now", "earlier version"])
 def test_the_initial_weight_norm_of_a_checkpoint_is_read(name: str) -> None:
     trainer: Any = SimpleNamespace(engine=SimpleNamespace(load=lambda path: {"step": 3, name: 2.5}), health=health())
     Trainer.load_engine(trainer, Path("step-000003"))
-    assert (trainer.step, trainer.initial_weight_norm, trainer.health.skipped) == (3, 2.5, 0)
+    assert (trainer.step, trainer.initial_weight_norm, trainer.health.skipped) == (3, 2.5, {})
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])

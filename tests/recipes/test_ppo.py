@@ -6,7 +6,9 @@ import json
 import os
 from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from postlude.recipes.config.policy_configs import PPOConfig
 from postlude.recipes.ppo import PPOTrainer, run
 from postlude.recipes.report.metrics import explain
 from postlude.recipes.rollout_columns import RolloutRows
+from postlude.recipes.run.outcome import read_outcome
 from postlude.recipes.trainer import run_training
 from postlude.world.mesh import Mesh
 from tests.conftest import Ranks
@@ -75,6 +78,30 @@ def interrupted(group: Any, directory: str, at: int, *overrides: str) -> None:
 
     with suppress(KeyboardInterrupt):
         run_training(Stopped(config_of(Path(directory), *overrides), "cpu"))
+
+
+def trained_with_infinite_losses(group: Any, directory: str) -> str:
+    """Trains on rewards whose square no float32 holds. Returns why the run ended."""
+    options = (*OWN_CRITIC, f"--environment.reward={ROOT / 'tests' / 'rollout' / 'functions.py'}:huge")
+    config = config_of(Path(directory), *options, "--critic.warmup=0", "--max_skipped_steps=7")
+    run_training(PPOTrainer(config, "cpu"))
+    outcome = read_outcome(config.run)
+    return "" if outcome is None else outcome.message
+
+
+def test_losses_of_a_critic_that_are_not_finite_end_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    (failure,) = ranks(1, trained_with_infinite_losses, str(tmp_path))
+    assert "of the critic was not finite in 8 optimizer steps in a row, up to step 2" in failure
+
+
+def test_skipped_steps_of_critic_and_policy_are_added_up() -> None:
+    trainer: Any = PPOTrainer.__new__(PPOTrainer)
+    trainer.critic, trainer.step, trainer.warm_start_steps, trainer.objective = Mock(), 0, 0, None
+    trainer.config = SimpleNamespace(critic=SimpleNamespace(warmup=0))
+    trainer._train_critic = lambda critic, batch: {"skipped_steps": 1.0, "critic/loss": 0.5}
+    trainer.train_batch = lambda batch, objective: {"skipped_steps": 1.0, "loss": 0.25}
+    metrics = trainer.train_minibatch(Batch([]))
+    assert metrics == {"skipped_steps": 2.0, "critic/loss": 0.5, "loss": 0.25}
 
 
 @pytest.mark.slow

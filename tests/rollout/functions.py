@@ -29,6 +29,11 @@ VALUES = {
 }
 
 
+def huge(completion: str) -> float:
+    """Returns rewards whose square no float32 holds."""
+    return 1e37 * (len(completion.encode()) + 1)
+
+
 def misbehave(prompt: str, completion: str, example: Mapping[str, Any]) -> Any:
     """Does or returns what the completion names."""
     match completion:

@@ -65,6 +65,8 @@ def test_a_reward_function_gets_the_arguments_that_it_names() -> None:
         {
             "prompt": "question 2",
             "completion": "so 2",
+            "raw_completion": "so 2",
+            "answer_text": "so 2",
             "completion_ids": [5, 6, 7],
             "length": 3,
             "truncated": True,
@@ -83,7 +85,10 @@ def test_a_reward_function_with_an_unknown_argument_is_refused() -> None:
     error = str(seen_by(strange, AssistantTurn("2")).error)
     assert 'strange(completion, anwser) asks for "anwser", which is no column of the row' in error
     assert "on line 3:" in error
-    assert "answer, level, prompt, completion, completion_ids, length, truncated, example" in error
+    assert (
+        "answer, level, prompt, completion, raw_completion, answer_text, completion_ids, length, truncated, example"
+        in error
+    )
 
 
 def test_batched_reward_function_gets_ordered_lists_up_to_the_batch_size() -> None:
@@ -91,7 +96,8 @@ def test_batched_reward_function_gets_ordered_lists_up_to_the_batch_size() -> No
 
     def trl(completions: list[str], answer: list[int], **columns: Any) -> list[float]:
         sizes.append(len(completions))
-        assert set(columns) == {"prompts", "completion_ids", "lengths", "truncated", "examples", "level"}
+        texts = {"raw_completions", "answer_texts"}
+        assert set(columns) == {"prompts", "completion_ids", "lengths", "truncated", "examples", "level", *texts}
         assert columns["lengths"] == [0] * len(completions)
         return [float(text == str(number)) for text, number in zip(completions, answer, strict=True)]
 
@@ -266,6 +272,21 @@ def test_sum_of_rewards_fails_if_one_reward_fails(failed_reward: float | None) -
     assert (first.reward, third.reward) == (7.0, 8.0)
     assert second.error == "fails_on_b returned nan for line 2, but a reward is finite."
     assert (second.excluded, second.reward) == ((True, 0.0) if failed_reward is None else (False, -1.0))
+
+
+def test_a_reward_of_weight_0_only_measures() -> None:
+    rewards = {
+        "length": Weighted(FunctionReward(length, workers=0)),
+        "watched": Weighted(FunctionReward(fails_on_b, workers=0), 0.0),
+    }
+    first, second = score(WeightedSum(rewards), ["a", "b"])
+    assert first == Score(1.0, {"length": 1.0, "watched": 2.0})
+    assert (second.reward, second.error, second.excluded) == (1.0, None, False)
+    assert {name: value for name, value in second.components.items() if not math.isnan(value)} == {
+        "length": 1.0,
+        "watched/failed": 1.0,
+        "watched/invalid": 1.0,
+    }
 
 
 class Constant(Reward):

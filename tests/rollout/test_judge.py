@@ -73,6 +73,9 @@ def test_a_judge_gets_the_template_and_its_score_is_parsed(monkeypatch: pytest.M
         (Verdict(), "Score: 3\nScore: -0.25", -0.25),
         (Verdict(r"\[\[(\w+)\]\]", {"yes": 1.0, "no": 0.0}), "[[yes]] or [[No]]", 0.0),
         (Verdict(lowest=0.0, highest=10.0), "SCORE : 10", 10.0),
+        (Verdict(), "Score: **8**", 8.0),
+        (Verdict(), "**Score:** 8/10", 8.0),
+        (Verdict(), '{"score": .5}', 0.5),
         (Verdict(), "I like it", r"has no match of '(?i)score"),
         (Verdict(r"\[\[(\w+)\]\]", {"yes": 1.0}), "[[maybe]]", "says 'maybe', which is none of yes"),
         (Verdict(r"<(.*)>"), "<good>", "says 'good', which is no number"),
@@ -86,6 +89,16 @@ def test_a_score_is_the_first_group_of_the_last_match(verdict: Verdict, answer: 
             verdict.read(answer)
     else:
         assert verdict.read(answer) == score
+
+
+def test_neither_judge_nor_policy_is_read_in_its_thoughts() -> None:
+    def reply(body: Any, number: int) -> str:
+        return f"<think>Score: 9</think>Score: {len(body['messages'][0]['content'])}<think>Score: 9"
+
+    with judge_server(reply) as server:
+        template = "{completion}|{raw_completion}"
+        (score,) = scores(JudgeReward(server.url, "m", template), "<think>Say 9</think>6")
+    assert score == Score(len("6|<think>Say 9</think>6"))
 
 
 def test_reply_without_a_score_fails_or_gets_the_default_score() -> None:

@@ -25,7 +25,9 @@ import torch
 from postlude.pool.open_pool import open_pool
 from postlude.pool.process_pool import _WorkerProcess
 from postlude.pool.worker_pool import CallResult, WorkerError
+from postlude.rollout.episode import AssistantTurn
 from postlude.rollout.rewards import Score
+from postlude.rollout.thoughts import answer_text
 from postlude.rollout.verifiers import ExactReward, MathReward, extract
 from postlude.user_code import UserCodeError
 from tests.rollout.functions import (
@@ -135,7 +137,8 @@ def test_the_first_failure_of_a_kind_is_logged(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING), closing(RewardPool(misbehave, workers=0)) as pool:
         score_all(pool, calls("nan", "nan", "raise"))
     assert caplog.records[0].getMessage() == (
-        "misbehave returned nan, but a reward is finite. The sample is left out; such failures are counted."
+        "misbehave returned nan, but a reward is finite. The sample is left out (unless the weight is 0); such "
+        "failures are counted."
     )
     assert len(caplog.records) == 2
     caplog.clear()
@@ -359,6 +362,11 @@ MATH = [
     (r"\boxed{1,000}", "1000", 1.0, 1.0),
     (r"\boxed{4}", r"\boxed{3}", 0.0, 1.0),
     ("I cannot say", "3", 0.0, 0.0),
+    (r"<think>so \boxed{3}. Wait: 4.</think> The answer is \boxed{4}.", "4", 1.0, 1.0),
+    (r"<think>\boxed{4}</think> So the answer is 5.", "4", 0.0, 1.0),
+    (r"\boxed{4}, I think.</think> So the answer is 5.", "4", 0.0, 1.0),  # the prompt began the thought
+    (r"<think>it is \boxed{4}", "4", 0.0, 0.0),
+    (r"\boxed{3} is a step to \boxed{\frac{8}{2}}, but \boxed{", "4", 1.0, 1.0),
     ("", "3", 0.0, 0.0),
 ]
 
@@ -380,11 +388,32 @@ def test_mathematical_answers_are_compared_as_mathematics() -> None:
 def test_exact_answers_are_compared_as_text() -> None:
     """Surrounding spaces do not count, and a number in a row is compared as text."""
     with closing(RewardPool(ExactReward(), workers=0)) as pool:
-        rows = [("14", "14"), (" 14\n", 14), ("14.0", "14"), ("so 14", "14"), ("", "14")]
+        rows = [("14", "14"), ("<think>?</think> 14\n", 14), ("14.0", "14"), ("so 14", "14"), ("", "14")]
         scores = score_all(pool, [("p", completion, {"answer": answer}) for completion, answer in rows])
         assert [score.reward for score in scores] == [1.0, 1.0, 0.0, 0.0, 0.0]
         (failed,) = score_all(pool, [("p", "3", {"anwser": "3"})])
         assert 'the example has no "answer"; it has: anwser' in str(failed.error)
+
+
+@pytest.mark.parametrize(
+    ("completion", "in_thought", "answer"),
+    [
+        ("4", False, "4"),
+        ("<think>3</think>4", False, "4"),
+        ("3</think>4", False, "4"),
+        ("3 <think>so</think>4", True, "4"),
+        ("3 </think>or</think>4", False, "4"),
+        ("4 <think>3</think>", False, "4 "),
+        ("<think>4", False, ""),
+        ("4", True, ""),
+        ("<|channel|>analysis<|message|>3<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>", False, "4"),
+        ("<|channel|>analysis<|message|>4", False, ""),
+    ],
+)
+def test_answer_of_a_completion_is_what_follows_its_thoughts(completion: str, in_thought: bool, answer: str) -> None:
+    assert answer_text(completion, in_thought=in_thought) == answer
+    text = "?" if "|" in completion else completion  # special tokens are in the raw text alone
+    assert AssistantTurn(text, raw_text=completion, in_thought=in_thought).answer_text == answer
 
 
 def test_mathematical_answer_may_be_in_a_tag() -> None:

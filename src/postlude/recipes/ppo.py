@@ -21,11 +21,10 @@ from postlude.recipes.grpo import GRPOTrainer
 from postlude.recipes.grpo import checks as rollout_checks
 from postlude.recipes.report.metrics import LOSS, REWARD_KL, SKIPPED
 from postlude.recipes.rollout_columns import MASK, REWARD, RolloutRows, penalty_mean, reward_penalties
+from postlude.recipes.run.health import CRITIC  # also the directory of the critic's checkpoints
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.trainer import StepMetrics
 from postlude.world.agreement import on_rank0
-
-CRITIC = "critic"  # subdirectory of the run with the checkpoints of a critic that has a model of its own
 
 
 class PPOTrainer(GRPOTrainer):
@@ -87,7 +86,11 @@ class PPOTrainer(GRPOTrainer):
         """Runs an optimizer step of policy and critic; in the critic's warm-up, of the critic alone."""
         if self.critic is not None:
             metrics = self._train_critic(self.critic, minibatch)
-            return metrics if self.is_critic_warmup else metrics | super().train_minibatch(minibatch)
+            if self.is_critic_warmup:
+                return metrics
+            skipped = metrics[SKIPPED]
+            metrics |= super().train_minibatch(minibatch)
+            return metrics | {SKIPPED: metrics[SKIPPED] + skipped}
         if self.is_critic_warmup:
             return self.train_batch(minibatch, ValueLoss(clip=self.config.critic.clip, stop_trunk=True))
         objective = ActorCritic(
@@ -100,7 +103,7 @@ class PPOTrainer(GRPOTrainer):
             result = critic.forward_backward(minibatch, self.value_loss)
             update = critic.optimizer_step()
         self.reductions.update(result.reductions)
-        self.health.check_update(result.loss, update.skipped, self.step + 1)
+        self.health.check_update(result.loss, update.skipped, self.step + 1, CRITIC)
         metrics = {LOSS: result.loss, "critic/loss": result.loss, **result.metrics}
         metrics |= {"critic/grad_norm": update.grad_norm, "critic/lr": update.lr}
         return metrics | {SKIPPED: float(update.skipped), "tokens": result.tokens}

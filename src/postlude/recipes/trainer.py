@@ -47,7 +47,7 @@ from postlude.recipes.run.directory import (
     open_run,
     read_config,
 )
-from postlude.recipes.run.health import Health, UnhealthyRun
+from postlude.recipes.run.health import MODEL, Health, UnhealthyRun
 from postlude.recipes.run.machine_info import machine_info
 from postlude.recipes.run.outcome import EXIT_FAILED, OutcomeStatus, RunFailed, RunOutcome, clear_outcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
@@ -184,7 +184,8 @@ class Trainer(ABC):
         extra = self.engine.load(checkpoint)
         # Checkpoints of earlier versions call it "first_norm".
         self.initial_weight_norm = extra.get("initial_weight_norm", extra.get("first_norm", 0.0))
-        self.step, self.health.skipped = extra["step"], extra.get("skipped", 0)
+        skipped = extra.get("skipped", {})  # in checkpoints of earlier versions a number
+        self.step, self.health.skipped = extra["step"], dict(skipped) if isinstance(skipped, dict) else {MODEL: skipped}
         return extra
 
     def close_at_end(self, resource: Resource) -> Resource:

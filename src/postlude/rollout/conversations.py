@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from postlude.data.chat import Encoder
+from postlude.data.chat_template import OPENED
 from postlude.generate.protocol import AsyncRolloutEngine, Completion, FinishedCompletion, Request
 from postlude.generate.sampling_params import SamplingParams
 from postlude.rollout.environments import Environment, Transcript, TurnResult, is_chat
@@ -24,6 +25,7 @@ COLLECT_SECONDS = 0.5  # how long to wait for replies of the environment, to sub
 POLL_SECONDS = 0.02  # how long to wait for the environment before the engine is polled again
 ENGINE_POLL_SECONDS = 0.1  # how long to wait for the engine while the environment has nothing to do
 OVER_BUDGET = Score(0.0, {"over_budget": 1.0})  # added to the score of a trajectory that would exceed the token budget
+OPENED_TOKENS = 16  # the end of a context, in which a template may open a thought
 REWARD_FAILED = "failed"  # key in `Trajectory.components`: the reward call failed
 
 
@@ -254,10 +256,10 @@ class Conversations:
         if completion is None:
             assert finished.error is not None
             raise finished.error
+        turn = _assistant_turn(completion, conversation.trajectory.transcript.tokens, conversation.group.source.encoder)
         conversation.trajectory.completions.append(completion)
         conversation.trajectory.transcript.add_completion(completion.tokens, completion.logprobs, completion.routing)
         self._waiting_for_environment[id(conversation.episode)] = conversation
-        turn = AssistantTurn(completion.text or "", completion.tokens, completion.finish_reason == "length")
         conversation.environment.submit(conversation.episode, turn)
 
     def _add_turn_result(self, conversation: _Conversation, result: TurnResult) -> None:
@@ -296,6 +298,18 @@ class Conversations:
             return True
         trajectory.transcript.add_observation(observation_tokens)
         return False
+
+
+def _assistant_turn(completion: Completion, context: Sequence[int], encoder: Encoder) -> AssistantTurn:
+    """Returns a completion of `context` as an environment sees it."""
+    tokenizer = encoder.tokenizer
+    return AssistantTurn(
+        completion.text or "",
+        completion.tokens,
+        completion.finish_reason == "length",
+        raw_text=tokenizer.decode(completion.tokens, skip_special_tokens=False),
+        in_thought=OPENED.search(tokenizer.decode(context[-OPENED_TOKENS:], skip_special_tokens=False)) is not None,
+    )
 
 
 def combine_seeds(*numbers: int) -> int:

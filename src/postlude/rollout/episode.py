@@ -9,6 +9,7 @@ from typing import Any
 from postlude.data.chat_template import Message
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task
+from postlude.rollout.thoughts import CHANNEL, answer_text
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,16 @@ class AssistantTurn:
     """As they were sampled."""
     truncated: bool = False
     """Whether it reached max_new_tokens before it ended."""
+    raw_text: str | None = None
+    """The text with special tokens, such as those of channels; None where it is not known."""
+    in_thought: bool = False
+    """Whether the prompt ended inside a thought."""
+
+    @property
+    def answer_text(self) -> str:
+        """The text without thoughts: what is scored."""
+        has_channels = self.raw_text is not None and CHANNEL in self.raw_text
+        return answer_text(self.raw_text if has_channels and self.raw_text else self.text, in_thought=self.in_thought)
 
 
 @dataclass(eq=False)

@@ -178,6 +178,8 @@ def _sample(task: Task, turn: AssistantTurn) -> dict[str, Any]:
     return {
         "prompt": task.prompt,
         "completion": turn.text,
+        "raw_completion": turn.text if turn.raw_text is None else turn.raw_text,
+        "answer_text": turn.answer_text,
         "completion_ids": list(turn.tokens),
         "length": len(turn.tokens),
         "truncated": turn.truncated,

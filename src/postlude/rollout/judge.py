@@ -14,6 +14,7 @@ from postlude.pool.worker_pool import CallResult
 from postlude.rollout.coroutine_pool import CoroutinePool
 from postlude.rollout.reward import WAIT_SECONDS, Reward, Scored
 from postlude.rollout.rewards import FailureCounter, Score
+from postlude.rollout.thoughts import answer_text
 from postlude.rollout.verdict import Verdict
 from postlude.serving.clients.connection import ServerConnection, json_or_raise
 from postlude.serving.clients.openai import only_choice
@@ -31,8 +32,9 @@ SHOWN = 60  # characters of a verdict in a message
 class JudgeReward(FailureCounter, Reward):
     """The score that `model` at `url` gives a completion.
 
-    `template` is the judge's question. {prompt}, {completion} and the columns of the row are filled in; a prompt of
-    messages becomes text with the role before each message. `verdict` reads the score from the answer. A request that
+    `template` is the judge's question. {prompt}, {completion} without its thoughts, {raw_completion} with thoughts and
+    special tokens, and the columns of the row are filled in; a prompt of messages becomes text with the role before
+    each message. `verdict` reads the score from the answer. A request that
     gets no reply within `timeout` seconds, or one that asks to try later, is made up to `retries` times again.
     At most `concurrency` requests run. An answer without a score earns `unparsable_reward`; without that it counts as
     a failed call, as does a request that failed. `key_variable` names the environment variable of the API key.
@@ -71,7 +73,7 @@ class JudgeReward(FailureCounter, Reward):
         """Starts a request about the last completion of an episode."""
         call_id = next(self._call_ids)
         self._waiting[call_id] = episode
-        self._coroutines.submit(call_id, self._ask(episode.task, episode.turns[-1].text))
+        self._coroutines.submit(call_id, self._ask(episode.task, episode.turns[-1]))
 
     def poll(self, timeout: float | None = 0.0) -> Scored:
         """Returns the scores of the answers that are there."""
@@ -84,7 +86,7 @@ class JudgeReward(FailureCounter, Reward):
     def trial_call(self, task: Task, turn: AssistantTurn) -> None:
         """Asks once. An answer without a score is an error here only if it would count as a failed call."""
         call_id = next(self._call_ids)
-        self._coroutines.submit(call_id, self._ask(task, turn.text))
+        self._coroutines.submit(call_id, self._ask(task, turn))
         result = _answer(self._coroutines.poll(None)[call_id])
         if result.failure is not None:
             raise ValueError(f"{self.name} failed on trial on {task.name}: {result.error}")
@@ -102,9 +104,11 @@ class JudgeReward(FailureCounter, Reward):
         self._coroutines.close()
         self._connections.clear()
 
-    def question(self, task: Task, completion: str) -> str:
+    def question(self, task: Task, turn: AssistantTurn) -> str:
         """Returns the question about a completion. Raises ValueError if the template asks for what is not there."""
-        fields = {**task.example, "prompt": prompt_text(task.prompt), "completion": completion}
+        raw = turn.text if turn.raw_text is None else turn.raw_text
+        texts = {"prompt": prompt_text(task.prompt), "completion": turn.answer_text, "raw_completion": raw}
+        fields = {**task.example, **texts}
         try:
             return self.template.format(**fields)
         except (KeyError, IndexError, AttributeError, ValueError) as error:
@@ -113,10 +117,10 @@ class JudgeReward(FailureCounter, Reward):
                 f"{', '.join(fields)}. Write braces that are meant as such twice."
             ) from error
 
-    async def _ask(self, task: Task, completion: str) -> CallResult:
+    async def _ask(self, task: Task, turn: AssistantTurn) -> CallResult:
         """Returns the judge's answer, or why there is none."""
         try:
-            messages = [{"role": "user", "content": self.question(task, completion)}]
+            messages = [{"role": "user", "content": self.question(task, turn)}]
             connection = self._connection()
         except ValueError as error:
             return CallResult(failure="raised", error=str(error))
@@ -150,7 +154,7 @@ class JudgeReward(FailureCounter, Reward):
         content = (only_choice(reply).get("message") or {}).get("content")
         if not isinstance(content, str):
             raise InvalidResponse("gave an answer without text")
-        return content
+        return answer_text(content)
 
     def _score(self, result: CallResult, task: Task) -> Score:
         if result.failure is not None:

@@ -72,7 +72,7 @@ class WeightedSum(Reward):
     """The sum of weight · reward. Its components are the value of each reward by name, before the weight.
 
     The components of a reward that has some are named "name/component". If one of the rewards of a completion fails, so
-    does the sum.
+    does the sum, unless its weight is 0: then only its own value is missing, and "name/failed" is 1.
     """
 
     def __init__(self, rewards: Mapping[str, Weighted]) -> None:
@@ -123,16 +123,17 @@ class WeightedSum(Reward):
                 stack.callback(weighted.reward.close)
 
     def _sum(self, scores: Mapping[str, Score]) -> Score:
-        failed = next((scores[name] for name in self.rewards if scores[name].error is not None), None)
+        weights = {name: weighted.weight for name, weighted in self.rewards.items()}
+        failed = next((scores[name] for name in weights if weights[name] and scores[name].error is not None), None)
         if failed is not None:
             return failed
         components: dict[str, float] = {}
-        for name in self.rewards:
-            components[name] = scores[name].reward
+        for name in weights:
+            components[name] = math.nan if scores[name].error is not None else scores[name].reward
             components |= {f"{name}/{component}": value for component, value in scores[name].components.items()}
-        return Score(
-            math.fsum(weighted.weight * scores[name].reward for name, weighted in self.rewards.items()), components
-        )
+            if scores[name].error is not None:
+                components[f"{name}/failed"] = 1.0
+        return Score(math.fsum(weights[name] * scores[name].reward for name in weights if weights[name]), components)
 
 
 def trial_failure(error: object, task: Task, turn: AssistantTurn) -> ValueError:

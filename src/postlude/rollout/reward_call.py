@@ -17,6 +17,8 @@ from postlude.user_code import load_callable
 LISTS = {
     "prompts": "prompt",
     "completions": "completion",
+    "raw_completions": "raw_completion",
+    "answer_texts": "answer_text",
     "completion_ids": "completion_ids",
     "lengths": "length",
     "truncated": "truncated",

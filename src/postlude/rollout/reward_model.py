@@ -26,9 +26,9 @@ from postlude.rollout.tasks import Task
 class ModelReward(FailureCounter, Reward):
     """The score that a reward model gives prompt and completion.
 
-    The reward model has its own tokenizer and chat template, and encodes both as `postlude rm` does. It is loaded by
-    the process that first scores a completion. A completion that it cannot encode, or that is longer than `budget`
-    or its context length with its prompt, counts as a failed call.
+    It scores completions without their thoughts. The reward model has its own tokenizer and chat template, and encodes
+    both as `postlude rm` does. It is loaded by the process that first scores a completion. A completion that it cannot
+    encode, or that is longer than `budget` or its context length with its prompt, counts as a failed call.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ModelReward(FailureCounter, Reward):
         return [(episode, results[index]) for index, episode in enumerate(episodes)]
 
     def _encode(self, episode: Episode) -> EncodedSequence:
-        return self.encoder.completion(episode.task.prompt, episode.turns[-1].text, episode.task.name)
+        return self.encoder.completion(episode.task.prompt, episode.turns[-1].answer_text, episode.task.name)
 
     def _score(self, score: float, row: str) -> Score:
         if not isfinite(score):

@@ -24,6 +24,7 @@ class Score:
 
     reward: float
     components: Mapping[str, float] = field(default_factory=dict)
+    """By name; one that has no value for this completion is NaN."""
     error: str | None = None
     excluded: bool = False
     """Whether the sample is left out of training: the call failed, and no `failed_reward` is set."""
@@ -62,7 +63,11 @@ class FailureCounter:
     def _count(self, kind: FailureKind, message: str) -> Score:
         self.failures[kind] += 1
         if self.failures[kind] == 1:
-            consequence = "is left out" if self.failed_reward is None else f"gets reward {self.failed_reward:g}"
+            consequence = (
+                "is left out (unless the weight is 0)"
+                if self.failed_reward is None
+                else f"gets reward {self.failed_reward:g}"
+            )
             log.warning("%s The sample %s; such failures are counted.", message, consequence)
         return Score(self.failed_reward or 0.0, {kind: 1.0}, message, excluded=self.failed_reward is None)
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from postlude.rollout.thoughts import answer_text
 from postlude.rollout.tool_calls import MalformedCall, ParameterTypes, ToolCall, load_format
 from postlude.user_code import load_callable
 
-# Its start may be in the prompt, and its end may be missing.
-REASONING = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)", re.DOTALL)
 MAX_RESULT_LENGTH = 4000  # characters
 TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", list: "array", dict: "object"}
 
@@ -49,7 +47,7 @@ class ToolReply:
         """Returns messages to read, or the value of the reward function."""
         if not self._loaded:
             self.prepare()
-        calls = self._format.parse(REASONING.sub("", completions[-1]), self._types)
+        calls = self._format.parse(answer_text(completions[-1]), self._types)
         if not calls:
             return self._reward(prompt, completions[-1], example)
         return [{"role": "tool", "content": self._result(call)[:MAX_RESULT_LENGTH]} for call in calls]

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-SCORE = r"(?i)score\s*:\s*(-?\d+(?:\.\d+)?)"
-"""Finds the number in "Score: 7"."""
+SCORE = r"(?i)score[\s*_`\"]*[:：=][\s*_`\"\[(]*([-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?)"
+"""Finds the number in "Score: 7", also with the marks of Markdown around it, as in "**Score:** 7" or "Score: **7**"."""
 
 
 @dataclass(frozen=True)

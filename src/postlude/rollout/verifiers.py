@@ -15,6 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from postlude.rollout import thoughts
+
+BOX = "\\boxed{"
+
 
 def extract(completion: str, tag: str | None) -> str | None:
     """Returns the text in the last <tag>...</tag>, or None if there is none; without a tag, the whole completion."""
@@ -26,22 +30,24 @@ def extract(completion: str, tag: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class ExactReward:
-    """1 if the completion is the text of the example's column, spaces around both left out, else 0."""
+    """1 if the completion without thoughts is the text of the example's column, spaces around left out, else 0."""
 
     column: str = "answer"
 
-    def __call__(self, prompt: Any, completion: str, example: Mapping[str, Any]) -> float:
+    def __call__(
+        self, prompt: Any, completion: str, example: Mapping[str, Any], answer_text: str | None = None
+    ) -> float:
         """Returns the reward."""
-        return float(completion.strip() == _column(example, self.column).strip())
+        return float(_answer(completion, answer_text).strip() == _column(example, self.column).strip())
 
 
 @dataclass
 class MathReward:
     """1 if the answer equals the example's column as mathematics, by math-verify, else 0.
 
-    The answer is searched in the last <`tag`> if one is named, else in the whole completion: in \\boxed{}, in LaTeX,
-    then as a plain expression. The column holds an expression, in LaTeX or plain, or a solution that ends in one after
-    "####". A column without an expression is a failure.
+    The answer is searched in the completion without its thoughts: in the last <`tag`> if one is named, else in the last
+    \\boxed{}, in LaTeX, then as a plain expression. The column holds an expression, in LaTeX or plain, or a solution
+    that ends in one after "####". A column without an expression is a failure.
     """
 
     column: str = "answer"
@@ -54,15 +60,19 @@ class MathReward:
         for module in ("parser", "grader"):  # they warn that they have no time limit, but the worker has one
             logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
 
-    def __call__(self, prompt: Any, completion: str, example: Mapping[str, Any]) -> dict[str, float]:
+    def __call__(
+        self, prompt: Any, completion: str, example: Mapping[str, Any], answer_text: str | None = None
+    ) -> dict[str, float]:
         """Returns the reward and its components: "parsed", whether the completion has an answer, and "correct"."""
         if self._library is None:
             self.prepare()
         expected = self._parse(f"\\boxed{{{_final(_column(example, self.column))}}}")
         if not expected:
             raise ValueError(f"{example[self.column]!r} holds no mathematical answer")
-        answer = extract(completion, self.tag)
-        parsed = self._parse(answer if self.tag is None else f"\\boxed{{{_bare(answer)}}}") if answer else []
+        answer = extract(_answer(completion, answer_text), self.tag)
+        if answer and self.tag is not None:
+            answer = f"\\boxed{{{_bare(answer)}}}"
+        parsed = self._parse(_last_box(answer) or answer) if answer else []
         correct = bool(parsed) and self._library.verify(expected, parsed, timeout_seconds=None)
         return {"reward": float(correct), "correct": float(correct), "parsed": float(bool(parsed))}
 
@@ -76,7 +86,7 @@ class MathReward:
 
 @dataclass
 class GymReward:
-    """The score of reasoning-gym, 0 to 1, of the text in the last <`tag`>, or of the whole completion without one."""
+    """The score of reasoning-gym, 0 to 1, of a completion without thoughts: of its last <`tag`>, or of all of it."""
 
     name: str
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -87,11 +97,13 @@ class GymReward:
         """Builds the task's dataset, which has the scoring function."""
         self._dataset = gym_dataset(self.name, {**self.config, "seed": 0, "size": 1})
 
-    def __call__(self, prompt: Any, completion: str, example: Mapping[str, Any]) -> dict[str, float]:
+    def __call__(
+        self, prompt: Any, completion: str, example: Mapping[str, Any], answer_text: str | None = None
+    ) -> dict[str, float]:
         """Returns the reward and its part "answered", whether there was an answer to score."""
         if self._dataset is None:
             self.prepare()
-        answer = extract(completion, self.tag)
+        answer = extract(_answer(completion, answer_text), self.tag)
         if answer is None:
             return {"reward": 0.0, "answered": 0.0}
         return {"reward": float(self._dataset.score_answer(answer=answer, entry=dict(example))), "answered": 1.0}
@@ -150,6 +162,24 @@ def gym_dataset(name: str, settings: Mapping[str, Any]) -> Any:
         return library.create_dataset(name, **settings)
     except AssertionError as error:  # how the library refuses a setting
         raise ValueError(f'reasoning-gym refuses these settings of "{name}": {error}') from error
+
+
+def _answer(completion: str, text: str | None) -> str:
+    """Returns the completion without its thoughts, which the caller may know already."""
+    return thoughts.answer_text(completion) if text is None else text
+
+
+def _last_box(text: str) -> str | None:
+    """Returns the last complete \\boxed{...} of a text."""
+    start = text.rfind(BOX)
+    while start >= 0:
+        depth = 0
+        for place in range(start + len(BOX) - 1, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[place], 0)
+            if not depth:
+                return text[start : place + 1]
+        start = text.rfind(BOX, 0, start)
+    return None
 
 
 def _column(example: Mapping[str, Any], name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from math import isnan
 from statistics import mean
 from typing import Any, TypeVar
 
@@ -261,7 +262,7 @@ def sample_rows(trajectories: Sequence[Trajectory], tokenizer: Any) -> list[Samp
                 prompt=prompt if isinstance(prompt, str) else str(prompt[-1]["content"]),
                 completion="\n…\n".join(completion.text or "" for completion in completions),
                 reward=trajectory.reward,
-                components=trajectory.components,
+                components={name: value for name, value in trajectory.components.items() if not isnan(value)},
                 tokens=tokens,
                 token_strings=[tokenizer.decode([token]) for token in tokens],
                 logprobs=[logprob for completion in completions for logprob in completion.logprobs],
@@ -272,4 +273,6 @@ def sample_rows(trajectories: Sequence[Trajectory], tokenizer: Any) -> list[Samp
 
 def _means(prefix: str, components: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for values in components for name in values)
-    return {f"{prefix}{name}": mean(values.get(name, 0.0) for values in components) for name in names}
+    numbers = {name: [values.get(name, 0.0) for values in components] for name in names}
+    known = {name: [number for number in values if not isnan(number)] for name, values in numbers.items()}
+    return {f"{prefix}{name}": mean(values) for name, values in known.items() if values}

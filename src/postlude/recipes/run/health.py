@@ -11,6 +11,7 @@ from postlude.recipes.config.settings import RunLimits
 from postlude.rollout.conversations import Trajectory
 
 LOG = logging.getLogger("postlude")
+MODEL, CRITIC = "model", "critic"
 
 
 class UnhealthyRun(Exception):
@@ -22,7 +23,7 @@ class Health:
 
     def __init__(self, limits: RunLimits, max_skipped_steps: int, *, verbose: bool) -> None:
         self.limits, self.max_skipped_steps, self._verbose = limits, max_skipped_steps, verbose
-        self.skipped = 0  # optimizer steps in a row
+        self.skipped: dict[str, int] = {}  # optimizer steps in a row, by model
         self._any_scored = False
         self._failing = 0  # steps in a row
         self._persisting: dict[str, int] = {}  # steps in a row, by warning
@@ -57,23 +58,26 @@ class Health:
             "nothing was learned: the tasks are too hard or too easy, or the reward does not distinguish completions.",
         )
 
-    def check_update(self, loss: float, skipped: bool, step: int) -> None:
-        """Checks an optimizer step."""
-        self.skipped = self.skipped + 1 if skipped or not math.isfinite(loss) else 0
-        if self.skipped > self.max_skipped_steps:
+    def check_update(self, loss: float, skipped: bool, step: int, model: str = MODEL) -> None:
+        """Checks an optimizer step of a model."""
+        count = self.skipped.get(model, 0) + 1 if skipped or not math.isfinite(loss) else 0
+        self.skipped[model] = count
+        if count > self.max_skipped_steps:
             raise UnhealthyRun(
-                f"loss or gradient was not finite in {self.skipped} optimizer steps in a row, up to step {step}; "
-                f"max_skipped_steps is {self.max_skipped_steps}. Lower optimizer.lr, or look at the samples of the "
-                "last steps"
+                f"loss or gradient of the {model} was not finite in {count} optimizer steps in a row, up to step "
+                f"{step}; max_skipped_steps is {self.max_skipped_steps}. Lower optimizer.lr, or look at the samples of "
+                "the last steps"
             )
 
     def check_last_update(self, step: int) -> None:
         """Checks at the end of a run that its last optimizer step was not skipped."""
-        if self.skipped:
-            last = "the last optimizer step" if self.skipped == 1 else f"the last {self.skipped} optimizer steps"
+        for model, count in self.skipped.items():
+            if not count:
+                continue
+            last = "the last optimizer step" if count == 1 else f"the last {count} optimizer steps"
             raise UnhealthyRun(
-                f"loss or gradient was not finite in {last} of the run, which ends at step {step}. Raise steps to "
-                "train on, or export the weights before that with `postlude convert CHECKPOINT DST`"
+                f"loss or gradient of the {model} was not finite in {last} of the run, which ends at step {step}. "
+                "Raise steps to train on, or export the weights before that with `postlude convert CHECKPOINT DST`"
             )
 
     def check_initial_weights(self, norm: float, model: str) -> float:
