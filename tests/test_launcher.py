@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,6 +20,7 @@ import torch.distributed as dist
 from postlude.error_output import print_error
 from postlude.world.failure_report import RankError
 from postlude.world.launcher import launch, ranks
+from postlude.world.rendezvous import host_store
 from tests.plain_ranks import PATIENCE, PlainRanks
 
 SHORT = 3.0  # seconds of a collective that one rank does not come to, when all have started
@@ -263,3 +267,48 @@ def test_a_signal_is_forwarded_to_ranks_that_may_save(
     assert "Traceback" not in err or number == signal.SIGINT  # Python's own, of the one process that is left
     assert err.count("Traceback") <= 1
     assert "elastic" not in err
+
+
+def listening_addresses(pids: set[int]) -> set[str]:
+    """Returns the addresses on which processes listen for TCP connections, as /proc says."""
+    inodes = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                inodes.add(os.readlink(descriptor))
+    addresses = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{os.getpid()}/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:
+                digits = bytes.fromhex(words[1].partition(":")[0])
+                parts = [digits[start : start + 4][::-1] for start in range(0, len(digits), 4)]
+                addresses.add(str(ipaddress.ip_address(b"".join(parts))))
+    return addresses
+
+
+def addresses_of_a_run(launcher: int) -> set[str]:
+    """Returns the addresses that the ranks and their launcher listen on, with groups of every kind formed."""
+    dist.new_group([0, 1], backend="gloo")
+    dist.all_reduce(torch.ones(1))
+    pids: list[int] = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    addresses = listening_addresses({launcher, *pids})
+    dist.barrier()
+    return addresses
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_run_on_one_machine_listens_on_loopback_only(tmp_path: Path) -> None:
+    for addresses in launch(addresses_of_a_run, os.getpid(), nproc=2, device="cpu"):
+        assert addresses == {"127.0.0.1"}, "a socket of a run can be reached from outside"
+
+
+def test_the_store_listens_on_its_address_alone() -> None:
+    store = host_store("127.0.0.1", 0, 10.0)
+    again = host_store("127.0.0.1", store.port, 10.0)  # of this process: the same store
+    store.set("key", "value")
+    assert again.get("key") == b"value"
+    if sys.platform == "linux":
+        listening = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+        assert re.findall(rf"(\w+):{store.port:04X} \w+:\w+ 0A", listening) == ["0100007F"]

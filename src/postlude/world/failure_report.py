@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from postlude.checks import USER_ERRORS
 from postlude.world.devices import list_ranks
@@ -34,6 +34,7 @@ VERDICT = GRACE + 3.0  # seconds that a stopping rank waits for the verdict of t
 CONNECTION_LOST = re.compile(
     r"gloo/(transport|rendezvous)|connectFullMesh|connection (closed|reset)|timed out waiting|NCCL", re.I
 )
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # the variable that torchrun sets
 FINISHED = "finished without coming to this collective"
 UNRESPONSIVE = "does not answer any more: it was killed or lost"
 Result = TypeVar("Result")
@@ -242,54 +243,13 @@ class FailureReporter:
             return first
         if 0 in self.known and self.known[0].state == "finished":
             return RankError(f"rank 0 of {self.size} {FINISHED}.")
-        host = "the launcher" if _agent_hosts_store() else f"rank 0 of {self.size}"
+        host = "the launcher" if agent_hosts_store() else f"rank 0 of {self.size}"
         return RankError(f"{host} {UNRESPONSIVE}, and with it the store of failure reports.")
 
 
-@dataclass(frozen=True)
-class RendezvousStores:
-    """The stores of one rank: for failure reports, for its listener, to form the group, and to assign devices."""
-
-    reports: Store
-    listener: Store
-    group: Store
-    devices: Store
-
-    @classmethod
-    def connect(cls, rank: int, size: int, timeout: float) -> RendezvousStores:
-        """Connects to MASTER_ADDR and MASTER_PORT, where rank 0 hosts the store unless the launcher does."""
-        base = _connect(rank, size, timeout, hosts_store(rank))
-        restart_prefix = f"postlude/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        prefix = f"{restart_prefix}/{base.add(f'{restart_prefix}/uses/{rank}', 1)}"  # the same number on every rank
-        return cls(
-            PrefixStore(f"{prefix}/reports", base),
-            PrefixStore(f"{prefix}/reports", _connect(rank, size, timeout, False)),
-            PrefixStore(f"{prefix}/group", base),
-            PrefixStore(f"{prefix}/devices", base),
-        )
-
-
-def hosts_store(rank: int) -> bool:
-    """Returns whether this rank hosts the store that all use."""
-    return rank == 0 and not _agent_hosts_store()
-
-
-def _agent_hosts_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _connect(rank: int, size: int, timeout: float, host: bool) -> TCPStore:
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    limit = timedelta(seconds=timeout)
-    try:
-        return TCPStore(address, port, None, host, limit, wait_for_workers=False, multi_tenant=host)
-    except dist.DistError as error:
-        if host:
-            raise
-        raise RankError(
-            f"rank {rank} of {size} found no store at {address}:{port} within {timeout:g} s: rank 0, or the launcher, "
-            "was not started or is gone."
-        ) from error
+def agent_hosts_store() -> bool:
+    """Returns whether the launcher hosts the store, as torchrun's agent does and `launch`."""
+    return os.environ.get(AGENT_STORE) == "True"
 
 
 def first_failure(statuses: dict[int, RankStatus], size: int) -> RankError | None:

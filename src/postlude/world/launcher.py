@@ -15,7 +15,6 @@ import pickle
 import re
 import signal
 import sys
-import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,9 +27,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 from postlude.world.devices import (
     DeviceAssignment,
@@ -41,24 +38,18 @@ from postlude.world.devices import (
     group_device,
 )
 from postlude.world.failure_report import (
+    AGENT_STORE,
     FailureReporter,
     RankError,
     RankStatus,
-    RendezvousStores,
     first_failure,
     first_stopped,
-    hosts_store,
     run_with_timeout,
 )
+from postlude.world.rendezvous import GROUP_FILE, RendezvousStores, host_store, loopback_variables
 from postlude.world.signals import SIGNALS, SignalForwarding
 from postlude.world.stall_watchdog import GPUProbe, StallWatchdog
 
-AGENT_LOGGERS = (
-    "torch.distributed.elastic.agent.server.api",
-    "torch.distributed.elastic.multiprocessing.api",
-    "torch.distributed.launcher.api",
-    "torch.multiprocessing.spawn",
-)
 NCCL_WATCHDOG_DELAY = 60.0  # seconds after our own timeout
 QUIET = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")}  # c10d logs pages when a rank is lost
 LOG = logging.getLogger("postlude")
@@ -97,33 +88,39 @@ def launch(
     if nproc < 1:
         raise ValueError(f"launch(nproc={nproc}): at least one rank is needed.")
     check_device(device)
+    # Only this user may read or write the directory. The store listens on loopback and holds nothing that is unpickled.
     with TemporaryDirectory(prefix="postlude-") as reports:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=nproc,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=reports),
-            signals_to_handle="",  # SignalForwarding forwards them
-        )
-        forwarding, results, error = SignalForwarding(grace), {}, None
-        try:
-            with _silenced_agent(), _environment(QUIET), forwarding:
-                results = elastic_launch(config, _run_rank)(function, args, reports, timeout, backend, device)
-        except ChildFailedError as failure:
-            rank, process = failure.get_first_failure()
-            error = _launch_error(Path(reports), nproc, rank, process.exitcode)
-    if error is not None and forwarding.received and _ended_by_signal(error):
+        store = host_store("127.0.0.1", 0, timeout)
+        shared = {
+            "WORLD_SIZE": str(nproc),
+            "LOCAL_WORLD_SIZE": str(nproc),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            AGENT_STORE: "True",
+            GROUP_FILE: str(Path(reports, "group")),
+        }
+        forwarding, error = SignalForwarding(grace), None
+        with _silenced(logging.getLogger("torch.multiprocessing.spawn")), _environment(QUIET | shared), forwarding:
+            arguments = (function, args, reports, timeout, backend, device)
+            processes = spawn(_run_rank, arguments, nprocs=nproc, join=False)
+            try:
+                while not processes.join(0.1):
+                    pass
+            except ProcessExitedException as failure:
+                error = _launch_error(Path(reports), nproc, failure.error_index, failure.exit_code or 0)
+            finally:
+                for process in processes.processes:
+                    if process.is_alive():
+                        process.kill()
+        missing = [rank for rank in range(nproc) if not Path(reports, f"result-{rank}").exists()]
+        if error is None and missing:
+            error = _launch_error(Path(reports), nproc, missing[0], 0)
+        if error is None:
+            return [pickle.loads(Path(reports, f"result-{rank}").read_bytes()) for rank in range(nproc)]
+    if forwarding.received and _ended_by_signal(error):
         signal.raise_signal(forwarding.received[0])  # now with its usual effect
         raise SystemExit(128 + forwarding.received[0])
-    if error is not None:
-        raise error
-    return [pickle.loads(results[rank]) for rank in range(nproc)]
+    raise error
 
 
 def run_on_ranks(
@@ -174,7 +171,8 @@ def _ranks(
     check_device(device)
     cleanup = ExitStack()
     stores = RendezvousStores.connect(index, size, timeout) if size > 1 else None
-    reporter = FailureReporter(index, size, timeout, stores.reports, hosts_store(index)) if stores else None
+    cleanup.enter_context(_environment(loopback_variables(size) if stores else {}))
+    reporter = FailureReporter(index, size, timeout, stores.reports, stores.hosted) if stores else None
     try:
         if reporter and stores:
             reporter.start_listener(stores.listener)
@@ -282,15 +280,24 @@ def _rank_and_size() -> tuple[int, int]:
 
 
 def _run_rank(
-    function: Callable[..., Any], args: tuple[Any, ...], reports: str, timeout: float, backend: str | None, device: Any
-) -> bytes:
+    index: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    reports: str,
+    timeout: float,
+    backend: str | None,
+    device: Any,
+) -> None:
+    """Runs the function as rank `index`, and writes its result to a file."""
+    os.environ |= {"RANK": str(index), "LOCAL_RANK": str(index)}
     os.setpgrp()  # a key pressed in the terminal signals the launcher only, which forwards it once
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["WORLD_SIZE"])))
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # signals that came while torch was imported come now
         with _ignored_torch_warnings(), _ranks(timeout, backend, device, functools.partial(_write_report, reports)):
-            return pickle.dumps(function(*args))
+            result = pickle.dumps(function(*args))
+        Path(reports, f"result-{index}").write_bytes(result)
     except BaseException as error:
         _write_report(reports, error)
         raise  # never: the process has ended
@@ -335,14 +342,9 @@ def _ended_by_signal(error: RankError) -> bool:
 
 
 @contextmanager
-def _silenced_agent() -> Iterator[None]:
-    """Keeps the elastic agent's tables from the console."""
-    loggers = [logging.getLogger(name) for name in AGENT_LOGGERS]
-    before = [logger.disabled for logger in loggers]
-    for logger in loggers:
-        logger.disabled = True
+def _silenced(logger: logging.Logger) -> Iterator[None]:
+    disabled, logger.disabled = logger.disabled, True
     try:
         yield
     finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
+        logger.disabled = disabled
