@@ -20,7 +20,8 @@ from postlude.engine.adapters import Adapters, add_adapter_configs, weight_delta
 from postlude.engine.batch_sharding import LocalBatch, shard_batch, with_step_tokens
 from postlude.engine.failure_state import FailureState
 from postlude.engine.layer_metrics import LayerMetrics
-from postlude.engine.normalizer import LossNormalizer, MetricAccumulator, MetricIndex, ObjectiveProcessor, check_counts
+from postlude.engine.normalizer import LossNormalizer, MetricAccumulator, MetricIndex, check_counts
+from postlude.engine.objective_processor import ObjectiveProcessor
 from postlude.engine.reference import Reference
 from postlude.engine.result import Outputs, PassResult, StepResult
 from postlude.engine.stages import StageBuilder
@@ -61,7 +62,8 @@ class Engine(TrainingStateProperties):
     critic: adds a value head: the source's, or one of zeros if it has none. It is trained, clipped, saved and loaded
         like every other parameter, and is not part of streamed or exported weights.
     mtp: loads the multi-token-prediction depths of the source and trains them with an objective that requests them
-        (`MTP`). With mtp=False they are not loaded, and those of a `ModelConfig` are not trained.
+        (`MTP`); they run in every pass, even if it does not. With mtp=False they are not loaded, and those of a
+        `ModelConfig` are not trained.
     overlap: True interleaves one microbatch's forward with another's backward, which overlaps the experts' all-to-all
         with compute, bit-identically; a `forward_backward` keeps the weights gathered. "zero_bubble" defers weight
         gradients into the pipeline's bubble.
@@ -207,7 +209,8 @@ class Engine(TrainingStateProperties):
         accumulator = self._metric_accumulator(objective, local, counts)
         with self.failure_state.guard_pass("forward_backward", self.training_state.rebuild, gradients=True):
             self.training_state.free_shared_gradients()
-            self.local_stages.forward_backward(microbatches, ObjectiveProcessor(objective, accumulator), recorder)
+            processor = ObjectiveProcessor(objective, accumulator, self.local_stages.trains_depths)
+            self.local_stages.forward_backward(microbatches, processor, recorder)
             gradients.fill_and_reduce_shared(self.parameters, self.shared_parameters, self.mesh)
             accumulator.layer_sums = self.layer_metrics.take_sums(self.local_stages.blocks, self.device)
             values = accumulator.reduce(self._reports_results)
@@ -231,7 +234,8 @@ class Engine(TrainingStateProperties):
         local = self._shard(batch, counts)
         accumulator = self._metric_accumulator(objective, local, counts)
         with self.failure_state.guard_pass("evaluate_loss", self.training_state.rebuild):
-            self.local_stages.forward(local.microbatches, lambda inputs: accumulator.evaluate(objective, inputs))
+            processor = ObjectiveProcessor(objective, accumulator, self.local_stages.trains_depths)
+            self.local_stages.forward(local.microbatches, processor)
             values = accumulator.reduce(self._reports_results)
             outputs = self._gather_outputs(objective, local, accumulator)
         self.failure_state.raise_loss_error(accumulator.loss_error, "evaluate_loss")

@@ -41,17 +41,21 @@ def shard_stage(
     reduce_once = reduce_once or mesh.pp.size > 1
     reshard = not (reduce_once or planned)
     expert_placement = functools.partial(_even_placement, ranks=mesh.expert_fsdp_mesh.shape[-1])
+
+    def precision(module: nn.Module, dtype: torch.dtype = compute_dtype) -> MixedPrecisionPolicy:
+        return _precision(dtype, trained=any(parameter.requires_grad for parameter in module.parameters()))
+
     for unit in units:
         fully_shard(
             unit.module,
             mesh=mesh.expert_fsdp_mesh if unit.experts else mesh.fsdp_mesh,
-            mp_policy=_precision(torch.float32 if unit.fp32 else compute_dtype),
+            mp_policy=precision(unit.module, torch.float32 if unit.fp32 else compute_dtype),
             shard_placement_fn=expert_placement if unit.experts else None,
             reshard_after_forward=reshard,
         )
     for layer in model.logical_layers:
-        fully_shard(layer, mesh=mesh.fsdp_mesh, mp_policy=_precision(compute_dtype), reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh.fsdp_mesh, mp_policy=_precision(compute_dtype), reshard_after_forward=False)
+        fully_shard(layer, mesh=mesh.fsdp_mesh, mp_policy=precision(layer), reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh.fsdp_mesh, mp_policy=precision(model), reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -60,8 +64,10 @@ def shard_stage(
     return (FSDPManual if planned else FSDPAutomatic)(model, reduce_once=reduce_once)
 
 
-def _precision(param_dtype: torch.dtype) -> MixedPrecisionPolicy:
-    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+def _precision(param_dtype: torch.dtype, *, trained: bool) -> MixedPrecisionPolicy:
+    # With a dtype to reduce in, FSDP reads the gathered weights after a backward. Frozen depths are never gathered.
+    reduce_dtype = torch.float32 if trained else None
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
 
 def _even_placement(parameter: nn.Parameter, ranks: int) -> Shard:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude.data import IGNORE, Microbatch
-from postlude.model import MTPOptions, OutputInputs
+from postlude.model import OutputInputs
 from postlude.objectives import Loss, Metric, Objective
 from postlude.objectives.loss import Reduction
 from postlude.world.devices import group_device
@@ -346,36 +346,3 @@ def _final_value(reduction: Reduction, numbers: MetricNumbers[float]) -> float:
     if total or not weight:  # there is a NaN, or no value
         return float("nan")
     return highest if reduction == "max" else -highest
-
-
-@dataclass(frozen=True)
-class ObjectiveProcessor:
-    """The output processor of a step. Returns a microbatch's loss, and records it and the objective's metrics."""
-
-    objective: Objective
-    metrics: MetricAccumulator
-
-    @property
-    def mtp_options(self) -> MTPOptions | None:
-        """The objective's `mtp_options`, if it has any."""
-        return getattr(self.objective, "mtp_options", None)
-
-    def __call__(self, inputs: OutputInputs, context: None) -> Tensor:
-        """Returns the loss to differentiate."""
-        value = self.metrics.evaluate(self.objective, inputs)
-        if value.requires_grad:
-            self.metrics.has_gradient = True
-            return value
-        self.metrics.constant_losses.append(value.abs())
-        return _depend_on_all_parameters(value, inputs)
-
-
-def _depend_on_all_parameters(value: Tensor, inputs: OutputInputs) -> Tensor:
-    """Returns `value`, a loss that has no gradient, with a gradient of zero for every parameter.
-
-    FSDP reduces over all ranks, and would hang if a parameter had a gradient on some of them only.
-    """
-    all_parameters = inputs.head.gather(inputs.hidden).float().sum() + inputs.head.weight.float().sum()
-    if inputs.head.value_head is not None:
-        all_parameters = all_parameters + inputs.head.values(inputs.hidden).sum()
-    return value + 0.0 * all_parameters

@@ -52,6 +52,12 @@ class Stages:
         return {name: tensor for stage in self.models.values() for name, tensor in stage.state_dict().items()}
 
     @property
+    def trains_depths(self) -> bool:
+        """Whether multi-token-prediction depths are here, and trained."""
+        depths = (stage.mtp for stage in self.models.values() if stage.has_mtp)
+        return any(parameter.requires_grad for mtp in depths for parameter in mtp.parameters())
+
+    @property
     def blocks(self) -> list[Block]:
         """All blocks of the stages."""
         return [block for stage in self.models.values() for block in stage.blocks]

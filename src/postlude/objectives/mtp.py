@@ -97,7 +97,7 @@ class MTP:
 
 
 def _losses(values: Tensor, inputs: OutputInputs) -> Tensor:
-    """Returns what a processor returned for a depth, with a gradient for the depth even if it depends on nothing."""
+    """Returns what a processor returned for a depth. Raises ValueError if it is not one loss for each token."""
     import torch
 
     is_tensor = isinstance(values, torch.Tensor)
@@ -107,7 +107,4 @@ def _losses(values: Tensor, inputs: OutputInputs) -> Tensor:
             f"the MTP processor returned {returned}, but this microbatch has {len(inputs.microbatch)} tokens. Return "
             "one loss for each of them, [T]; inputs.gather(values) makes them of values for `hidden`."
         )
-    # A processor may skip a microbatch without targets. FSDP would wait for the gradients of those ranks.
-    if values.requires_grad or not inputs.hidden.requires_grad:
-        return values
-    return values + 0.0 * inputs.gather(inputs.hidden.float().sum(-1))
+    return values

@@ -1,0 +1,132 @@
+"""The output processor of a step: runs the objective, and the parts of the model that it left out.
+
+FSDP gathers weights and sums gradients over ranks, part by part. It would wait forever for a rank whose microbatch used
+other parts than those of the other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from postlude.engine.normalizer import MetricAccumulator
+from postlude.model import MTPOptions, OutputInputs
+from postlude.model.output import MTPDepths
+from postlude.model.parallel import ValueHead
+from postlude.objectives import Objective
+
+
+@dataclass(frozen=True)
+class ObjectiveProcessor:
+    """Returns a microbatch's loss, and records it and the objective's metrics.
+
+    In every microbatch it runs the value head and, if they are trained, the multi-token-prediction depths, and each of
+    these, the head and the trunk gets a gradient, if need be of zero.
+    """
+
+    objective: Objective
+    metrics: MetricAccumulator
+    trains_depths: bool
+
+    @property
+    def mtp_options(self) -> MTPOptions | None:
+        """The objective's `mtp_options`, if it has any."""
+        return getattr(self.objective, "mtp_options", None)
+
+    def __call__(self, inputs: OutputInputs, context: None = None) -> Tensor:
+        """Returns the loss to differentiate."""
+        head, mtp = inputs.head, inputs.mtp
+        values = None if head.value_head is None else _RecordedValueHead(head.value_head, inputs.hidden)
+        depths = None if mtp is None or not self.trains_depths else _RecordedDepths(mtp, values)
+        recorded_head = replace(head, value_head=cast(ValueHead | None, values))
+        value = self.metrics.evaluate(self.objective, replace(inputs, head=recorded_head, mtp=depths or mtp))
+        parts = [inputs.hidden]
+        if values is not None:
+            parts.append(values.run())
+        if depths is not None:
+            parts += depths.run(inputs, stop_trunk=bool(self.mtp_options and self.mtp_options.stop_trunk))
+        if not torch.is_grad_enabled():
+            return value
+        if value.requires_grad:
+            self.metrics.has_gradient = True
+        else:
+            self.metrics.constant_losses.append(value.abs())
+        if not (inputs.config.tied_head and inputs.layout.stages == 1):  # else the trunk has that weight too
+            parts.append(head.weight)
+        unused = _without_gradient(value, [part for part in parts if part.requires_grad])
+        if head.adapter is not None and any(part is head.weight for part in unused):
+            unused.append(head.gather(inputs.hidden))
+        return cast(Tensor, _WithZeroGradients.apply(value, *unused)) if unused else value
+
+
+def _without_gradient(value: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Returns those of `parts` that a backward from `value` does not reach. It looks no further than them."""
+    by_node = {get_gradient_edge(part).node: part for part in parts}
+    reached, waiting = set[Any](), [value.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in reached:
+            continue
+        reached.add(node)
+        if node not in by_node:
+            waiting += [before for before, _ in node.next_functions]
+    return [part for node, part in by_node.items() if node not in reached]
+
+
+class _WithZeroGradients(torch.autograd.Function):
+    """A value, with a gradient of zero for other tensors, whatever these hold."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, *others: Tensor) -> Tensor:
+        ctx.others = [(other.shape, other.dtype, other.device) for other in others]
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.others)
+        return gradients[0], *zeros
+
+
+class _RecordedValueHead:
+    """A value head that keeps its last output. `hidden` are the trunk's final states."""
+
+    def __init__(self, value_head: ValueHead, hidden: Tensor) -> None:
+        self.value_head, self.hidden = value_head, hidden
+        self.last: tuple[Tensor, bool, Tensor] | None = None  # input, whether autograd recorded, and output
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        records = torch.is_grad_enabled()
+        if self.last is None or self.last[0] is not hidden or self.last[1] != records:
+            self.last = hidden, records, self.value_head(hidden)
+        return self.last[2]
+
+    def run(self) -> Tensor:
+        """Returns the last output; computes one if there is none."""
+        return self(self.hidden) if self.last is None else self.last[2]
+
+
+class _RecordedDepths:
+    """The depths of a model, whose states are kept. They run after the value head: in the same order on every rank."""
+
+    def __init__(self, depths: MTPDepths, values: _RecordedValueHead | None) -> None:
+        self.depths, self.values = depths, values
+        self.iterator: Iterator[OutputInputs] | None = None
+        self.states: list[Tensor] = []
+
+    def __call__(self, inputs: OutputInputs, *, stop_trunk: bool, stop_head: bool) -> Iterator[OutputInputs]:
+        if self.values is not None:
+            self.values.run()
+        self.iterator = self.depths(inputs, stop_trunk=stop_trunk, stop_head=stop_head)
+        for depth in self.iterator:
+            self.states.append(depth.hidden)
+            yield depth
+
+    def run(self, inputs: OutputInputs, *, stop_trunk: bool) -> list[Tensor]:
+        """Runs the depths that were not requested. Returns the states of all."""
+        remaining = self.iterator or self.depths(inputs, stop_trunk=stop_trunk, stop_head=True)
+        return self.states + [depth.hidden for depth in remaining]
