@@ -246,7 +246,7 @@ TESTED_ELSEWHERE = {
     "optimizer.offload": "it changes no number; tests/engine/test_optimizers.py",
     "dtype": "test_grpo.py: test_dtype_sets_the_compute_dtype",
     "loggers": "test_sinks.py",
-    "code_changes": "test_resume.py: test_changed_code_is_refused_unless_it_is_allowed",
+    "file_changes": "test_resume.py: test_changed_code_is_refused_unless_it_is_allowed",
     "save_every": "test_grpo.py: test_a_run_leaves_metrics_samples_checkpoints_and_a_report",
     "keep_checkpoints": "test_grpo.py: test_a_run_leaves_metrics_samples_checkpoints_and_a_report",
     "export": "test_grpo.py: test_excluded_trajectories_are_not_trained_on",

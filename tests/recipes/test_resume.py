@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from postlude.cli import main
 from postlude.recipes.config.load import load
 from postlude.recipes.registry import RECIPES
 from postlude.recipes.run.config_changes import user_code_hashes
 from postlude.recipes.run.directory import read_metrics, read_record
+from postlude.recipes.run.input_files import WHOLE, fingerprint, input_files
 from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode, find_checkpoint, parse_step, resume_command
 from tests.conftest import Ranks
 from tests.recipes.test_run import limit_file_size
@@ -181,10 +184,10 @@ def test_changed_user_code_is_refused_unless_allowed(
     assert message.startswith(
         f"postlude sft: {objective_file}:mine (objective.file) changed since {run} was last started. "
     )
-    assert "--code_changes allow" in message
+    assert "--file_changes allow" in message
     assert len(message.splitlines()) == 1
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-    assert main([*words, "--steps=3", "--code_changes=allow"]) == 0
+    assert main([*words, "--steps=3", "--file_changes=allow"]) == 0
     assert f"{objective_file}:mine (objective.file) changed since the run was last started" in caplog.text
     assert main([*words, "--steps=4"]) == 0, "what was allowed is the run's own code from then on"
 
@@ -240,3 +243,58 @@ def test_lora_run_resumes_bit_exactly(ranks: Ranks, tmp_path: Path, rows: str) -
         assert (parts / file).read_bytes() == (whole_run / file).read_bytes()
     assert not (whole_run / "checkpoints" / "step-3" / "config.json").exists(), "adapters alone are no model"
     assert json.loads((parts / "adapter/adapter_config.json").read_text())["base_model_name_or_path"] == "tiny-dense"
+
+
+def test_changed_data_or_models_are_refused_by_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, run, data = tmp_path / "model", tmp_path / "run", tmp_path / "pairs.jsonl"
+    assert main(["convert", "tiny-dense", str(model)]) == 0
+    lines = [f'{{"prompt": "{n}", "chosen": "good {n}", "rejected": "bad {n}"}}\n' for n in range(8)]
+    data.write_text("".join(lines))
+    words = ["dpo", f"--run={run}", f"--model={model}", f"--data.path={data}", "--batch_size=2", "--loggers=[]"]
+    assert main([*words, "--steps=1", "--budget=128", "--export=false"]) == 0
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+    def refusal() -> str:
+        capsys.readouterr()
+        assert main([*words, "--steps=2", "--budget=128"]) == 2
+        assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+        return capsys.readouterr().err
+
+    data.write_text("".join(reversed(lines)))
+    assert f"{data} (data.path) changed since {run} was last started. Restore the file" in refusal()
+    data.write_text("".join(lines))
+    weights = model / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-3] ^= 1  # another reference
+    weights.write_bytes(content)
+    assert f"{model} (model) changed since {run} was last started. Restore the file" in refusal()
+    content[-3] ^= 1
+    weights.write_bytes(content)
+    (model / "README.md").write_text("Other words.")
+    assert main([*words, "--steps=2", "--budget=128", "--export=false"]) == 0
+
+
+def test_fingerprint_of_a_large_model_finds_what_training_changes(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    tensors = {"embed": torch.zeros(4_500_000), "norm": torch.zeros(3000), "head": torch.zeros(1500)}
+    save_file(tensors, file)
+    assert file.stat().st_size > WHOLE
+    fingerprints = {fingerprint([file])}
+    for name, tensor in tensors.items():
+        save_file({**tensors, name: tensor + 1}, file)
+        fingerprints.add(fingerprint([file]))
+    last = tensors["embed"].clone()
+    last[-1] = 1  # a new token
+    save_file({**tensors, "embed": last}, file)
+    fingerprints.add(fingerprint([file]))
+    assert len(fingerprints) == 5
+    save_file(tensors, file)
+    assert fingerprint([file]) in fingerprints
+
+
+def test_only_the_kind_of_a_section_says_that_it_names_a_file(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1", "answer": "1"}\n' * 70)
+    judge = {"kind": "judge", "url": "http://localhost:1", "model": "org/served", "template": "{prompt}"}
+    environment = {"kind": "dataset", "path": str(tmp_path / "p.jsonl"), "rewards": {"judge": judge}}
+    config = RECIPES["grpo"].read(None, settings=[{"environment": environment}])
+    assert input_files(config).keys() == {"model", "environment.path"}

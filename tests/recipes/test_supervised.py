@@ -9,14 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from postlude.data.chat import EncodedSequence
-from postlude.data.encoded_dataset import EncodedDataset
 from postlude.hf.export import export_hf
 from postlude.hf.load import load_model
-from postlude.recipes.config.data import LabelledExamples
+from postlude.hf.tokenizer import byte_tokenizer
+from postlude.recipes.config.data import Examples, LabelledExamples, Pairs
 from postlude.recipes.config.load import ConfigError, load, undocumented
 from postlude.recipes.dataset import EncodedRows
 from postlude.recipes.distill import DistillTrainer
@@ -124,35 +123,27 @@ def test_invalid_labels_are_refused(tmp_path: Path, labels: list[Any], sentence:
         check_labels([LabelledExamples(path=path)])
 
 
-def rows_with_prompt(rows: list[list[tuple[int, ...]]], prompt: int) -> EncodedRows[Any]:
-    """Returns rows of one or two encoded sequences, trained on after the prompt."""
-    sequences = [sequence for row in rows for sequence in row]
-    mask = [place >= prompt for sequence in sequences for place in range(len(sequence))]
-    tokens = [token for sequence in sequences for token in sequence]
-    starts = np.cumsum([0, *map(len, sequences)])
-    encoded_rows: EncodedRows[Any] = object.__new__(EncodedRows)
-    sources = np.repeat(np.arange(len(rows)), len(rows[0]))
-    encoded_rows.rows = EncodedDataset(
-        np.array(tokens, np.int32), np.array(mask, np.uint8), starts, sources, len(rows[0])
-    )
-    return encoded_rows
-
-
-def test_rows_with_a_held_out_prompt_are_not_trained_on() -> None:
-    """For any completion; pairs by their prompt; rows with no prompt but a BOS token by their full text."""
-    prompts = [[1, 10 + number % 5] for number in range(20)]
-    results = rows_with_prompt([[(*prompt, 30 + place)] for place, prompt in enumerate(prompts)], prompt=2)
-    pairs = rows_with_prompt([[(*prompt, 30 + place), (*prompt, 99)] for place, prompt in enumerate(prompts)], prompt=2)
-    texts = rows_with_prompt([[(1, *prompt)] for prompt in prompts], prompt=1)
-    tasks = [Task(str(prompt), {"place": place}) for place, prompt in enumerate(prompts)]
-    for rows in (results, pairs, texts, tasks):
+def test_rows_with_a_held_out_prompt_are_not_trained_on(tmp_path: Path) -> None:
+    """For any completion; pairs by their prompt; rows without a prompt by their full text."""
+    prompts = [f"{number % 5}+1=" for number in range(20)]
+    columns: dict[str, tuple[Any, Any]] = {
+        "results": (Examples, lambda prompt, place: {"prompt": prompt, "completion": str(place)}),
+        "pairs": (Pairs, lambda prompt, place: {"prompt": prompt, "chosen": str(place), "rejected": "no"}),
+        "texts": (Examples, lambda prompt, place: {"text": prompt}),
+    }
+    sources: list[Any] = [[Task(prompt, {"place": place}) for place, prompt in enumerate(prompts)]]
+    for name, (dataset, make) in columns.items():
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(make(prompt, place)) + "\n" for place, prompt in enumerate(prompts)))
+        sources.append(EncodedRows(dataset(path=file), byte_tokenizer(), 64))
+    for rows in sources:
         batches: ShuffledRows[Any] = ShuffledRows(rows, held_out=3, seed=0)
         assert batches.held_out == [rows[place] for place in (17, 18, 19)]
         indices = batches.sampler.take(2 * batches.size)
         other_places = [place for place, prompt in enumerate(prompts) if prompt not in prompts[-3:]]
         assert sorted(indices) == sorted(2 * other_places), "twice each of the rows with the other two prompts"
     with pytest.raises(ValueError, match=r"5 rows are to be held out, but 20 rows have 5 different prompts"):
-        ShuffledRows(results, held_out=5, seed=0)
+        ShuffledRows(sources[1], held_out=5, seed=0)
 
 
 @pytest.mark.slow

@@ -19,6 +19,11 @@ class RowSource(ABC, Generic[Row]):
 
     @property
     @abstractmethod
+    def identities(self) -> set[bytes]:
+        """The identities of the tasks of all rows; empty if they are not known before they are read."""
+
+    @property
+    @abstractmethod
     def held_out(self) -> Sequence[Row]:
         """The rows that are never trained on."""
 

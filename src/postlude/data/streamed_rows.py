@@ -77,6 +77,11 @@ class StreamedRows(RowSource[Row]):
         return None
 
     @property
+    def identities(self) -> set[bytes]:
+        """Unknown: rows are read as they are needed."""
+        return set()
+
+    @property
     def held_out(self) -> Sequence[Row]:
         """The rows that are never returned."""
         return self._held_out

@@ -35,6 +35,7 @@ from postlude.recipes.rollouts.sampler import (
 )
 from postlude.recipes.row_sources import ShuffledRows
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
+from postlude.recipes.run.split import Split
 from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import StepMetrics
 from postlude.rollout.environments import Transcript
@@ -72,6 +73,12 @@ class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
         )
         self.rollout_sampler = open_rollout_sampler(self, environment, data.rollout, data.sampling)
         return ShuffledRows(environment.tasks, held_out=config.held_out.rows, seed=seed)
+
+    def split(self) -> Split:
+        """Returns which tasks are held out, of which rows or of which environment."""
+        if self.rollout_sampler is None:
+            return super().split()
+        return Split.of_tasks(self.rollout_sampler.source.environment.tasks, self.rows.held_out_identities)
 
     def make_batch(
         self, rows: Sequence[EncodedSequence | Task], *, held_out: bool = False

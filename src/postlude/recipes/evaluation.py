@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,11 +31,12 @@ from postlude.recipes.run.directory import check_run, open_run
 from postlude.recipes.run.machine_info import machine_info
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
+from postlude.recipes.run.split import Split, split_of_model
 from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
 from postlude.recipes.run.step_timer import StepTimer
 from postlude.recipes.sequence_limit import SequenceLimit, sequence_limit
 from postlude.rollout.conversations import Trajectory
-from postlude.rollout.tasks import last_tasks
+from postlude.rollout.tasks import Task, Tasks, last_tasks
 from postlude.world.agreement import on_rank0
 
 CHUNK = 256  # tasks sampled at a time
@@ -74,8 +77,18 @@ def run(
             seed=config.seed,
             limit=limit,
             pool_factory=runtime.pool_factory,
+            split_by=config.split_by,
             close_at_end=lambda set_environment: resources.enter_context(closing(set_environment)),
         )
+        split = split_of_model(config.model)
+        tasks = _tasks(config, environment.tasks, config.tasks, split)
+        if split is not None:
+            sets = [
+                replace(
+                    entry, tasks=_tasks(config, entry.source.environment.tasks, config.sets[entry.name].tasks, split)
+                )
+                for entry in sets
+            ]
         directory = resources.enter_context(
             open_run(config.run, plain, may_change=MAY_CHANGE, defaults=defaults, loggers=config.loggers)
         )
@@ -86,9 +99,7 @@ def run(
             engine, environment, tokenizer, config.sampling, limit=limit, seed=config.seed, timer=timer
         )
         resources.enter_context(closing(rollout_sampler))
-        count = min(config.tasks, len(environment.tasks))
-        held_out = last_tasks(environment.tasks, count)
-        tasks = [held_out[index] for index in range(count)]
+        count = len(tasks)
         trajectories: list[Trajectory] = []  # on rank 0
 
         def sample_chunk(first: int) -> dict[str, Any]:
@@ -116,6 +127,19 @@ def run(
     outcome = RunOutcome("finished", 0)
     on_rank0(lambda: finish_run(config.run, outcome))
     return outcome
+
+
+def _tasks(config: EvalConfig, tasks: Tasks, count: int, split: Split | None) -> Sequence[Task]:
+    """Returns the tasks to evaluate: the last ones, without those that the run of the model was trained on."""
+    if split is None:
+        last = last_tasks(tasks, min(count, len(tasks)), config.split_by)
+        return [last[index] for index in range(len(last))]
+    if split.split_by != config.split_by:
+        raise ValueError(
+            f"split_by is {config.split_by}, but the run of {config.model} has held out tasks by {split.split_by}. Set "
+            f"split_by to {split.split_by}."
+        )
+    return split.untrained(tasks, count, config.model)
 
 
 def _make_engine(

@@ -46,6 +46,7 @@ from postlude.recipes.rollouts.queue import RolloutQueue, policy_lag
 from postlude.recipes.rollouts.sampler import RolloutBatch, open_rollout_sampler, sample_rows, trajectory_metrics
 from postlude.recipes.run.directory import checkpoint_step
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
+from postlude.recipes.run.split import Split
 from postlude.recipes.trainer import StepMetrics, Trainer
 from postlude.recipes.warm_start import warm_start_example
 from postlude.rollout.conversations import Trajectory
@@ -83,24 +84,20 @@ class GRPOTrainer(Trainer):
             build_environment(config.environment, config.seed, self.tokenizer, config.sampling, self.limit, factory)
         )
         self.tasks: Tasks = self.environment.tasks
-        self.held_out: Sequence[Task] = ()
-        self.evaluation_sets: Sequence[EvaluationSet] = ()
-        self.task_sampler = Sampler(len(self.tasks), config.seed)
-        if self.evaluate_every:
-            evaluation = config.evaluation
-            self.evaluation_sets = open_sets(
-                evaluation.sets,
-                self.tokenizer,
-                config.sampling,
-                seed=config.seed,
-                limit=self.limit,
-                pool_factory=factory,
-                close_at_end=self.close_at_end,
-            )
-            tasks_by_set = {evaluation_set.name: evaluation_set.tasks for evaluation_set in self.evaluation_sets}
-            evaluated = EvaluatedTasks(self.tasks, evaluation.tasks, evaluation.split_by, tasks_by_set)
-            self.held_out = [self.tasks[index] for index in evaluated.held_out.indices]
-            self.task_sampler.skip = evaluated
+        evaluation = config.evaluation
+        self.evaluation_sets = open_sets(
+            evaluation.sets,
+            self.tokenizer,
+            config.sampling,
+            seed=config.seed,
+            limit=self.limit,
+            split_by=evaluation.split_by,
+            pool_factory=factory,
+            close_at_end=self.close_at_end,
+        )
+        tasks_by_set = {evaluation_set.name: evaluation_set.tasks for evaluation_set in self.evaluation_sets}
+        self.evaluated = EvaluatedTasks(self.tasks, evaluation.held_out, evaluation.split_by, tasks_by_set)
+        self.task_sampler = Sampler(len(self.tasks), config.seed, skip=self.evaluated)
         staleness = config.asynchrony.max_staleness
         self.rollout_sampler = open_rollout_sampler(
             self,
@@ -124,6 +121,10 @@ class GRPOTrainer(Trainer):
     def phase(self) -> str:
         """Returns "sft" for warm-start steps, else the name of the recipe."""
         return "sft" if self.step < self.warm_start_steps else self.name
+
+    def split(self) -> Split:
+        """Returns which tasks are held out, of which there are."""
+        return Split.of_tasks(self.tasks, self.evaluated.identities, self.config.evaluation.split_by)
 
     def state(self) -> dict[str, Any]:
         """Returns the state of the task sampler, and the tasks whose groups are started."""
@@ -153,7 +154,9 @@ class GRPOTrainer(Trainer):
     def evaluate(self) -> dict[str, float]:
         """Returns the mean reward and pass@k on held-out tasks and on other sets."""
         sampler, config = self.rollout_sampler, self.config.evaluation
-        sets = [EvaluationSet("", sampler.source, self.held_out, config), *self.evaluation_sets]
+        held_out = [self.tasks[index] for index in self.evaluated.held_out]
+        sets = [EvaluationSet("", sampler.source, held_out, config)] if held_out else []
+        sets += self.evaluation_sets
         return sampler.sync_and_run_on_rank0(lambda: evaluate(sampler, sets, step=self.step))
 
     def train_warm_start(self) -> StepMetrics:
@@ -343,13 +346,14 @@ def checks(inputs: PreflightInputs, extra_columns: Mapping[str, Any] | None = No
         return warm_start_example(task, inputs.tokenizer, inputs.limit, options)
 
     warm_start = example if config.warm_start.steps else None
-    held_out = config.evaluation if config.evaluation.every else None
     routing_checks = [Check("replay_routing", lambda: _check_replay(inputs), after=("model",))]
     return [
         *training_checks(inputs, trial),
         *(routing_checks if config.replay_routing else []),
         *second_model_check(inputs, "reference_model", config.reference_model),
-        *environment_checks(inputs, config.environment, config.sampling, example=warm_start, held_out=held_out),
+        *environment_checks(
+            inputs, config.environment, config.sampling, example=warm_start, held_out=config.evaluation
+        ),
         *evaluation_set_checks(inputs, config.evaluation.sets, config.sampling, "evaluation.sets"),
         *training_overlap_checks(config.environment, config.evaluation),
         *server_checks(

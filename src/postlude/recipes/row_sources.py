@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -35,8 +35,11 @@ def hold_out_rows(rows: IndexedRows[Any], count: int) -> HeldOutRows:
     If every turn of a conversation is a row, their prompt is that of the conversation.
     """
     fix = "Lower held_out.rows, give more prompts, or set held_out.rows to 0."
-    identity = getattr(rows, "identity", None) or (lambda index: task_identity(rows[index]))  # encoded rows, or tasks
-    return HeldOutRows(len(rows), identity, count, noun="rows", fix=fix)
+    return HeldOutRows(len(rows), _identity_by_index(rows), count, noun="rows", fix=fix)
+
+
+def _identity_by_index(rows: IndexedRows[Any]) -> Callable[[int], bytes]:
+    return getattr(rows, "identity", None) or (lambda index: task_identity(rows[index]))  # encoded rows, or tasks
 
 
 class ShuffledRows(RowSource[Row]):
@@ -51,6 +54,11 @@ class ShuffledRows(RowSource[Row]):
     def take(self, count: int) -> list[Row]:
         """Returns the next rows."""
         return [self.rows[index] for index in self.sampler.take(count)]
+
+    @property
+    def identities(self) -> set[bytes]:
+        """The identities of the tasks of all rows."""
+        return set(map(_identity_by_index(self.rows), range(len(self.rows))))
 
     @property
     def held_out(self) -> Sequence[Row]:
@@ -111,6 +119,11 @@ class MixedRows(RowSource[Row]):
             rows += sources[index].take(1)
             self.counts[index] += 1
         return rows
+
+    @property
+    def identities(self) -> set[bytes]:
+        """Those of every dataset that knows them."""
+        return set().union(*(source.identities for source in self.sources.values()))
 
     @property
     def held_out(self) -> Sequence[Row]:

@@ -24,6 +24,7 @@ from postlude.recipes.report.metrics import EVAL, LOSS
 from postlude.recipes.row_sources import IndexedRows, MixedRows, ShuffledRows, dataset_names
 from postlude.recipes.run.directory import is_rank0
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
+from postlude.recipes.run.split import Split
 from postlude.recipes.trainer import StepMetrics, Trainer
 
 LOG = logging.getLogger(__name__)
@@ -118,6 +119,10 @@ class SupervisedTrainer(Trainer, Generic[Row]):
         # Multi-token prediction is reported, but is not part of the compared loss.
         result = self.engine.evaluate_loss(batch, self.with_mtp_loss(self.objective, trained=False))
         return {f"{EVAL}{LOSS}": result.loss} | {f"{EVAL}{name}": value for name, value in result.metrics.items()}
+
+    def split(self) -> Split:
+        """Returns which tasks are held out, of which rows."""
+        return Split(frozenset(self.rows.held_out_identities), frozenset(self.rows.identities))
 
     def state(self) -> dict[str, Any]:
         """Returns the position in the rows."""

@@ -36,11 +36,11 @@ from postlude.recipes.mtp import MTPLoss, model_source
 from postlude.recipes.report.finish import finish_run
 from postlude.recipes.report.metrics import LOSS, MEMORY, SKIPPED, SPEED
 from postlude.recipes.report.summary import read_summary, summary_lines
-from postlude.recipes.run.config_changes import MAY_CHANGE, check_same_config, user_code_hashes
+from postlude.recipes.run.config_changes import MAY_CHANGE, check_same_config
 from postlude.recipes.run.directory import (
     ReadOnlyRun,
     RunDirectory,
-    changed_code,
+    changed_files,
     check_run,
     checkpoint_step,
     is_rank0,
@@ -48,10 +48,12 @@ from postlude.recipes.run.directory import (
     read_config,
 )
 from postlude.recipes.run.health import MODEL, Health, UnhealthyRun
+from postlude.recipes.run.input_files import input_files
 from postlude.recipes.run.machine_info import machine_info
 from postlude.recipes.run.outcome import EXIT_FAILED, OutcomeStatus, RunFailed, RunOutcome, clear_outcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.signals import StopRequested, StopSignals
+from postlude.recipes.run.split import Split
 from postlude.recipes.run.start_mode import EXPORTED_ADAPTER, EXPORTED_MODEL, RESUME_NEWEST, StartMode
 from postlude.recipes.run.step_timer import StepTimer
 from postlude.recipes.sequence_limit import sequence_limit
@@ -112,6 +114,7 @@ class Trainer(ABC):
         self.config_comparison: dict[str, Any] = {
             "may_change": MAY_CHANGE,
             "defaults": schema.default_values(type(config)),
+            "files": functools.cache(functools.partial(input_files, config)),
         }
         check_run(config.run, self.plain_config, **self.config_comparison)
         torch.manual_seed(config.seed)  # only a user's objective may use the global generator
@@ -171,6 +174,10 @@ class Trainer(ABC):
     def evaluate(self) -> dict[str, float]:
         """Returns metrics of the current model on held-out data."""
 
+    def split(self) -> Split | None:
+        """Returns which tasks are held out and which there are, for the run directory; None where nothing is."""
+        return None
+
     @abstractmethod
     def state(self) -> dict[str, Any]:
         """Returns the JSON-serialisable state that a checkpoint holds besides the engine."""
@@ -209,7 +216,8 @@ class Trainer(ABC):
     def start_or_resume(self, start_mode: StartMode) -> None:
         """Opens the run directory and loads a checkpoint. A new run without a warm start is evaluated first."""
         # Raises if the requested checkpoint does not exist, before anything is written.
-        on_rank0(lambda: self._checkpoints_to_try(start_mode.resume_from))
+        splits: list[Split | None] = []  # on rank 0
+        on_rank0(lambda: splits.append(self._checked_split(start_mode.resume_from)))
         self.run = open_run(self.config.run, self.plain_config, loggers=self.config.loggers, **self.config_comparison)
         self.resume_hint = (
             f"resume with: {start_mode.command}" if start_mode.command else "the same config resumes the run"
@@ -223,16 +231,19 @@ class Trainer(ABC):
             )
         if is_rank0():
             clear_outcome(self.run.path)
-            if changed := changed_code(self.run.path, self.plain_config):
-                LOG.warning("%s changed since the run was last started; the run uses the new code.", changed)
+            if changed := changed_files(self.run.path, self.config_comparison["files"]):
+                LOG.warning("%s changed since the run was last started; the run uses the new files.", changed)
         saved = self.run.checkpoints(incomplete=True)
         self.run.rename_checkpoints([path for path in saved if checkpoint_step(path) > step], LATER)
         self.run.resume_at(step)
+        for split in splits:
+            if split is not None:
+                split.write(self.run.path)
         self.run.record_start(
             step=self.step,
             command=start_mode.command,
             **machine_info(self.engine.device),
-            code=user_code_hashes(self.plain_config),
+            files=self.config_comparison["files"]() if is_rank0() else {},
         )
         if checkpoint is None:
             norm = self.engine.weight_norm()
@@ -264,6 +275,13 @@ class Trainer(ABC):
                 "another directory (--run)."
             )
         return None
+
+    def _checked_split(self, step: int | None) -> Split | None:
+        """Returns the split. Raises ValueError if a resumed run has another, or no checkpoint of `step`."""
+        checkpoints, split = self._checkpoints_to_try(step), self.split()
+        if checkpoints and split is not None:
+            split.check_same(self.run.path)
+        return split
 
     def _checkpoints_to_try(self, step: int | None) -> list[Path]:
         """Returns the checkpoint of `step`, or all, newest first. Raises ValueError if `step` has none."""

@@ -92,6 +92,7 @@ class OpenEnvTasks:
 
     def __init__(self, server: OpenEnvServer, *, first: int, size: int, chat: bool, system: str | None) -> None:
         self.server, self.first, self.size, self.chat, self.system = server, first, size, chat, system
+        self.source = f"{server.address} {server.observation} {first} {size}"
         self._first_observations: dict[int, str] = {}
         self._coroutines = CoroutinePool(f"the server at {server.address}", server.timeout)
 

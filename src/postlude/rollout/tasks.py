@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,7 +62,7 @@ class TaskSubset:
 
 def hold_out(tasks: Tasks, count: int, by: SplitBy = "prompt") -> HeldOutRows:
     """Returns the last `count` tasks with different prompts, and every task with one of their prompts."""
-    fix = "Lower evaluation.tasks, give more prompts, or set evaluation.every to 0."
+    fix = "Lower evaluation.tasks, give more prompts, or set evaluation.every and evaluation.tasks to 0."
     if by == "prompt":
         fix += " Where prompts are alike and the rest of a row makes the difference, set evaluation.split_by to row."
     return HeldOutRows(len(tasks), lambda index: task_identity(tasks[index], by), count, noun="tasks", fix=fix)
@@ -111,6 +112,7 @@ class ReasoningGym:
         self.name, self.config, self.seed, self.size = name, dict(config or {}), seed, size
         self.tag, self.system, self.chat = None if template is not None else tag, system, chat
         self.template = template
+        self.source = f"{name} {json.dumps(self.config, sort_keys=True, default=repr)} {seed} {size}"
         for reserved in ("seed", "size"):
             if reserved in self.config:
                 raise ValueError(f'config has "{reserved}", which is an argument of its own. Move it there.')

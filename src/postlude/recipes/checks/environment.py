@@ -44,10 +44,10 @@ def training_overlap_checks(settings: EnvironmentSettings, evaluation: Evaluatio
         assert isinstance(settings, PromptSettings)
         tasks = settings.tasks()
         sets = {
-            name: tasks_of_set(environment.tasks(), set_settings)
+            name: tasks_of_set(environment.tasks(), set_settings, evaluation.split_by)
             for name, (set_settings, environment) in file_sets.items()
         }
-        evaluated = EvaluatedTasks(tasks, evaluation.tasks, evaluation.split_by, sets)
+        evaluated = EvaluatedTasks(tasks, evaluation.held_out, evaluation.split_by, sets)
         count = sum(index in evaluated for index in range(len(tasks)))
         return f"{count} of {len(tasks)} tasks are evaluated, and not trained on"
 
@@ -85,8 +85,8 @@ def _environment(
     # One worker process, whatever the config says: there the reward call can time out.
     config, one_worker = inputs.config, settings.model_copy(update={"workers": 1})
     with closing(build_environment(one_worker, config.seed, inputs.tokenizer, sampling, inputs.limit)) as environment:
-        if held_out is not None:
-            hold_out(environment.tasks, held_out.tasks, held_out.split_by)
+        if held_out is not None and held_out.held_out:
+            hold_out(environment.tasks, held_out.held_out, held_out.split_by)
         generated = not isinstance(settings, PromptSettings)  # of generated tasks the first are enough
         encoder = prompt_encoder(environment, inputs.tokenizer, sampling, inputs.limit)
         inputs.grows |= isinstance(settings, TurnSettings) and settings.max_turns > 1

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ from postlude.recipes.mtp import describe_mtp, model_source
 from postlude.recipes.report.formatting import format_bytes
 from postlude.recipes.run.config_changes import MAY_CHANGE
 from postlude.recipes.run.directory import check_run
+from postlude.recipes.run.input_files import input_files
 from postlude.recipes.run.lock import LOCK, RunLock
 from postlude.recipes.run.loggers import check_loggers
 from postlude.recipes.sequence_limit import SequenceLimit, sequence_limit
@@ -277,7 +278,9 @@ def busy_cpu_warning(load: float, cores: int, environment: Mapping[str, str]) ->
 
 def _run(inputs: PreflightInputs) -> str:
     path = check_writable("run", inputs.config.run, "--run")
-    check_run(path, plain(inputs.config), may_change=MAY_CHANGE, defaults=default_values(type(inputs.config)))
+    config = inputs.config
+    defaults, files = default_values(type(config)), partial(input_files, config)
+    check_run(path, plain(config), may_change=MAY_CHANGE, defaults=defaults, files=files)
     if (path / LOCK).exists():
         RunLock(path).release()  # raises if another process holds it
     return str(path)

@@ -39,6 +39,7 @@ from postlude.recipes.config.settings import (
     check_sampling,
     fit_schedule,
 )
+from postlude.rollout.tasks import SplitBy
 
 MASK = "response_mask"
 SUPERVISED_LR = 2e-5  # a token's own target bears larger steps than a reward or a preference, whose default is 1e-6
@@ -237,7 +238,10 @@ class EvalConfig(RunConfig):
     environment: EnvironmentSettings = ReasoningGymSettings(task="chain_sum")
     """Source of tasks and rewards."""
     tasks: PositiveInt = 256
-    """Number of tasks: those that training holds out with evaluation.tasks of this number."""
+    """Number of tasks: those that training holds out with evaluation.tasks of this number. Tasks that the run of the
+    model was trained on are left out."""
+    split_by: SplitBy = "prompt"
+    """What distinguishes tasks, as evaluation.split_by in training: the "prompt", or the whole "row"."""
     samples_per_prompt: PositiveInt = 1
     """Completions of each task. With more than one, pass@k is reported for powers of two up to it."""
     solved: Annotated[float, Field(allow_inf_nan=False)] = 1.0

@@ -300,6 +300,12 @@ def default_values(config: type) -> dict[str, list[Any]]:
     return defaults
 
 
+def input_paths(config: type) -> Iterator[tuple[str, str, str]]:
+    """Yields the dotted path of every `InputPath` ("*" is any name or index), the kind of its section, and its own."""
+    for option in options_of(structure(config)):
+        yield from ((option.path, option.kind, node[PLACE]) for node in alternatives(option.node) if PLACE in node)
+
+
 def options_of(section: Node, path: str = "", default: Any = None, kind: str = "") -> Iterator[Option]:
     """Yields the fields of one section, with the values of `default` in place of their own."""
     for name, node in section["properties"].items():

@@ -26,6 +26,7 @@ from postlude.recipes.report.metrics import COMPONENTS
 from postlude.recipes.run.loggers import parse_logger
 from postlude.rollout.tasks import SplitBy
 
+HELD_OUT_TASKS = 64  # of an evaluation that does not say how many
 ModelSource: TypeAlias = Annotated[str, InputPath("model")]
 """A model's directory or file, or the name of a built-in model or of one on the Hugging Face Hub."""
 OptimizerSettings: TypeAlias = Annotated[AdamW | SGD, TaggedUnion(adamw=AdamW, sgd=SGD)]
@@ -149,9 +150,9 @@ class EvaluationSettings(PassSettings):
 
     every: NonNegativeInt = 50
     """Steps between evaluations; 0 disables evaluation."""
-    tasks: PositiveInt = 64
+    tasks: NonNegativeInt | None = None
     """Number of held-out tasks: the last ones with different prompts. Other tasks with one of these prompts are not
-    trained on either."""
+    trained on either. They are held out also if `every` is 0, to be evaluated later; none takes 64, or 0 if it is 0."""
     split_by: SplitBy = "prompt"
     """What distinguishes held-out tasks from trained ones: the "prompt", or the whole "row" where prompts are equal and
     rows differ, such as in games."""
@@ -163,7 +164,14 @@ class EvaluationSettings(PassSettings):
     def _check_every(self) -> Self:
         if self.sets and not self.every:
             raise ValueError(f"sets has {', '.join(self.sets)}, but every is 0, which evaluates nothing. Raise it.")
+        if self.every and not (self.held_out or self.sets):
+            raise ValueError("tasks is 0 and there are no sets, so there is nothing to evaluate. Set every to 0.")
         return self
+
+    @property
+    def held_out(self) -> int:
+        """The number of held-out tasks."""
+        return self.tasks if self.tasks is not None else HELD_OUT_TASKS if self.every else 0
 
 
 class HeldOutSettings(Settings):
@@ -315,8 +323,9 @@ class TrainingConfig(RunConfig):
     """Number of checkpoints to keep."""
     max_skipped_steps: NonNegativeInt = 10
     """Maximum number of optimizer steps in a row with a loss or gradient that is not finite. Then the run ends."""
-    code_changes: Literal["refuse", "allow"] = "refuse"
-    """Whether to resume a run after a file of yours that it calls (a reward function, an objective) was changed."""
+    file_changes: Literal["refuse", "allow"] = "refuse"
+    """Whether to resume a run after a file that its config names was changed: a dataset, a model, a chat template, or
+    code of yours."""
     limits: RunLimits = RunLimits()
     """Limits at which the run ends or warns, because it learns nothing more."""
     export: bool = True

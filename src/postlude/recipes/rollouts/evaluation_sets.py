@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import comb
 from statistics import mean
@@ -56,7 +56,11 @@ class EvaluatedTasks:
 
     def __init__(self, tasks: Tasks, count: int, split_by: SplitBy, sets: Mapping[str, Sequence[Task]]) -> None:
         self.tasks, self.split_by = tasks, split_by
-        self.held_out = hold_out(tasks, count, split_by)
+        rows = hold_out(tasks, count, split_by) if count else None
+        self.held_out: Sequence[int] = [] if rows is None else rows.indices
+        self._rows: Container[int] = () if rows is None else rows
+        of_sets = {task_identity(task, split_by) for set_tasks in sets.values() for task in set_tasks}
+        self.identities = of_sets if rows is None else of_sets | rows.tasks.identities
         self._sets = [_TasksByColumns(set_tasks, split_by) for set_tasks in sets.values() if set_tasks]
         if all(index in self for index in range(len(tasks))):
             names = ", ".join(sets)
@@ -69,7 +73,7 @@ class EvaluatedTasks:
         """Whether the task at this index is evaluated, and so not trained on."""
         if not isinstance(index, int):
             return False
-        return index in self.held_out or any(self.tasks[index] in tasks for tasks in self._sets)
+        return index in self._rows or any(self.tasks[index] in tasks for tasks in self._sets)
 
 
 class _TasksByColumns:
@@ -95,6 +99,7 @@ def open_sets(
     *,
     seed: int,
     limit: SequenceLimit,
+    split_by: SplitBy,
     pool_factory: PoolFactory | None,
     close_at_end: Callable[[Environment], Environment],
 ) -> list[EvaluationSet]:
@@ -105,13 +110,13 @@ def open_sets(
             build_environment(set_settings.environment, seed + 1, tokenizer, sampling, limit, pool_factory)
         )
         source = prompt_source(environment, tokenizer, sampling, limit)
-        sets.append(EvaluationSet(name, source, tasks_of_set(environment.tasks, set_settings), set_settings))
+        sets.append(EvaluationSet(name, source, tasks_of_set(environment.tasks, set_settings, split_by), set_settings))
     return sets
 
 
-def tasks_of_set(tasks: Tasks, settings: EvaluationSetSettings) -> list[Task]:
-    """Returns the tasks of a set: the last ones of its environment with different prompts."""
-    chosen = last_tasks(tasks, min(settings.tasks, len(tasks)))
+def tasks_of_set(tasks: Tasks, settings: EvaluationSetSettings, split_by: SplitBy) -> list[Task]:
+    """Returns the tasks of a set: the last different ones of its environment."""
+    chosen = last_tasks(tasks, min(settings.tasks, len(tasks)), split_by)
     return [chosen[index] for index in range(len(chosen))]
 
 

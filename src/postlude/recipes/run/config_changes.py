@@ -46,13 +46,15 @@ MAY_CHANGE = (
     "save_every",
     "keep_checkpoints",
     "evaluation.every",
+    "evaluation.tasks",  # but not the tasks: see `Split`
     "held_out.every",
     "loggers",
     "export",
     # limits and reward workers
     "max_skipped_steps",
     "limits",
-    "code_changes",
+    "file_changes",
+    "code_changes",  # its earlier name
     "environment.workers",
     "environment.timeout",
     "data.environment.workers",

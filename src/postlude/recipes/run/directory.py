@@ -17,11 +17,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 import yaml
@@ -32,7 +32,6 @@ from postlude.recipes.run.config_changes import (
     describe_differences,
     differences,
     is_covered,
-    user_code_hashes,
 )
 from postlude.recipes.run.durable_files import JSONLinesFile, write_atomic
 from postlude.recipes.run.lock import RunLock
@@ -48,6 +47,8 @@ NO_DEFAULTS: Mapping[str, Sequence[Any]] = MappingProxyType({})
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast, where PyYAML has it
 DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 Value = TypeVar("Value")
+InputFiles: TypeAlias = Mapping[str, Sequence[str]]
+"""The files that a config names, as `input_files` returns them."""
 
 
 @dataclass(frozen=True)
@@ -216,23 +217,25 @@ def open_run(
     *,
     may_change: Collection[str] = (),
     defaults: Mapping[str, Sequence[Any]] = NO_DEFAULTS,
+    files: Callable[[], InputFiles] = dict,
     loggers: Sequence[str] = (TENSORBOARD,),
 ) -> RunDirectory:
     """Creates a run directory, or opens it again if `config` allows. Every rank calls it.
 
     Refuses a directory that another process holds, or that has steps of another config. Keys in `may_change` (dotted,
     with everything below) may differ, and take their new value. So may a key that an earlier version did not have, if
-    it is at one of its `defaults`. A refusal changes nothing.
+    it is at one of its `defaults`. `files` returns the files that the config names, which may not have changed, unless
+    it allows that. A refusal changes nothing.
     """
     directory = Path(path).expanduser().absolute()
 
     def prepare() -> tuple[RunLock, dict[str, Any]]:
         check_loggers(loggers)
-        _changes(directory, config, may_change, defaults)
+        _changes(directory, config, may_change, defaults, files)
         directory.mkdir(parents=True, exist_ok=True)
         lock = RunLock(directory)
         try:
-            changed = _changes(directory, config, may_change, defaults)  # again: now no other process can write
+            changed = _changes(directory, config, may_change, defaults, files)  # again: now no other can write
             _write_config(directory, config, bool(changed))
         except BaseException:
             lock.release()
@@ -254,10 +257,11 @@ def check_run(
     *,
     may_change: Collection[str] = (),
     defaults: Mapping[str, Sequence[Any]] = NO_DEFAULTS,
+    files: Callable[[], InputFiles] = dict,
 ) -> None:
     """Raises what `open_run` would raise for this config, and writes nothing. Every rank calls it."""
     directory = Path(path).expanduser().absolute()
-    on_rank0(lambda: _changes(directory, config, may_change, defaults))
+    on_rank0(lambda: _changes(directory, config, may_change, defaults, files))
 
 
 def is_rank0() -> bool:
@@ -324,6 +328,7 @@ def _changes(
     config: Mapping[str, Any],
     may_change: Collection[str],
     defaults: Mapping[str, Sequence[Any]],
+    files: Callable[[], InputFiles],
 ) -> dict[str, Any]:
     """Returns the settings that differ from those of the run in a directory, each as [old, new], or raises.
 
@@ -341,9 +346,9 @@ def _changes(
         return {}
     if not steps:
         return {}
-    if (changed := changed_code(path, config)) and config.get("code_changes") != "allow":
+    if (changed := changed_files(path, files)) and config.get("file_changes") != "allow":
         raise ValueError(
-            f"{changed} changed since {path} was last started. Restore the file, set --code_changes allow to resume "
+            f"{changed} changed since {path} was last started. Restore the file, set --file_changes allow to resume "
             "with the new one, or give another directory (--run)."
         )
     changed_keys = [
@@ -362,10 +367,11 @@ def _changes(
     return {key: [None if value is MISSING else value for value in (old, new)] for key, old, new in changed_keys}
 
 
-def changed_code(run: Path, config: Mapping[str, Any]) -> str:
-    """Returns the user's files that changed since the run was last started, each with its key, or ""."""
+def changed_files(run: Path, files: Callable[[], InputFiles]) -> str:
+    """Returns the files that changed since the run was last started, each with its key, or ""."""
     starts = read_record(run).get("starts") or [{}]
-    old, new = starts[-1].get("code", {}), user_code_hashes(config)
+    old = starts[-1].get("files") or starts[-1].get("code", {})  # earlier versions had code alone
+    new = files() if old else {}
     changed = [key for key in new if key in old and old[key][0] == new[key][0] and old[key][1] != new[key][1]]
     return " and ".join(f"{new[key][0]} ({key})" for key in changed)
 
