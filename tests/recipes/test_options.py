@@ -380,6 +380,7 @@ TESTED_ELSEWHERE = {
     "environment.reply": "test_grpo.py: test_a_conversation",
     "environment.max_turns": "test_grpo.py: test_a_conversation",
     "evaluation.split_by": "tests/rollout/test_environments.py: test_copies_of_a_prompt",
+    "split_by": "test_split.py",
     "environment.failed_reward": "test_grpo.py: test_completions_whose_reward_failed, tests/rollout/test_rewards.py",
     "environment.unfinished_reward": "test_grpo.py: test_a_conversation",
     "environment.keep_reasoning": "tests/data/test_chat.py",

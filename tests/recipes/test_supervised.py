@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from postlude.cli import main
 from postlude.data.chat import EncodedSequence
 from postlude.hf.export import export_hf
 from postlude.hf.load import load_model
@@ -24,7 +25,9 @@ from postlude.recipes.kto import KTOTrainer, check_labels, unrelated_pairs
 from postlude.recipes.registry import RECIPES
 from postlude.recipes.rm import RMTrainer
 from postlude.recipes.row_sources import ShuffledRows
+from postlude.recipes.run.directory import read_metrics
 from postlude.recipes.run.outcome import read_outcome
+from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.recipes.sft import SFTTrainer
 from postlude.recipes.trainer import run_training
 from postlude.rollout.tasks import Task
@@ -135,7 +138,7 @@ def test_rows_with_a_held_out_prompt_are_not_trained_on(tmp_path: Path) -> None:
     for name, (dataset, make) in columns.items():
         file = tmp_path / f"{name}.jsonl"
         file.write_text("".join(json.dumps(make(prompt, place)) + "\n" for place, prompt in enumerate(prompts)))
-        sources.append(EncodedRows(dataset(path=file), byte_tokenizer(), 64))
+        sources.append(EncodedRows(dataset(path=file), byte_tokenizer(), SequenceLimit(64)))
     for rows in sources:
         batches: ShuffledRows[Any] = ShuffledRows(rows, held_out=3, seed=0)
         assert batches.held_out == [rows[place] for place in (17, 18, 19)]
@@ -353,3 +356,29 @@ def test_invalid_configs_are_refused(tmp_path: Path, command: str, override: str
         config_of(command, tmp_path, override, "--data.path=x") if "data" in override else config_of(
             command, tmp_path, override
         )
+
+
+def metrics_of_epochs(directory: Path, batch_size: int, *epochs: float) -> list[dict[str, Any]]:
+    """Returns the metrics of a run over seven rows, resumed with each number of epochs."""
+    file = directory / "seven.jsonl"
+    file.write_text("".join(json.dumps({"text": "x" * (number + 1)}) + "\n" for number in range(7)))
+    for number in epochs:
+        words = [f"--run={directory / str(len(epochs))}", f"--data.path={file}", f"--batch_size={batch_size}"]
+        assert main(["sft", *words, f"--epochs={number}", "--budget=32", "--export=false", "--loggers=[]"]) == 0
+    return [
+        {name: line[name] for name in ("step", "epoch", "tokens", "loss")}
+        for line in read_metrics(directory / str(len(epochs)))
+    ]
+
+
+def test_the_last_step_has_the_rows_that_are_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "large").mkdir()
+    (line,) = metrics_of_epochs(tmp_path / "large", 64, 1)
+    tokens_of_an_epoch = line["tokens"]
+    assert line["epoch"] == 1.0
+    lines = metrics_of_epochs(tmp_path, 3, 3)
+    assert len(lines) == 7
+    assert lines[-1]["epoch"] == 3.0
+    assert sum(line["tokens"] for line in lines) == 3 * tokens_of_an_epoch, "each row exactly three times"
+    assert metrics_of_epochs(tmp_path, 3, 12 / 7, 3) == lines
+    assert "more than once" not in caplog.text

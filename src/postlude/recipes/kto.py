@@ -39,6 +39,7 @@ class KTOTrainer(SupervisedTrainer[LabelledRow]):
 
     name = "kto"
     config: KTOConfig
+    min_rows = 2
 
     def __init__(self, config: KTOConfig, device: str, runtime: Runtime = LOCAL_RUNTIME) -> None:
         super().__init__(config, device, build_objective(config.objective), runtime)

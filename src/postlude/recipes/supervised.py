@@ -37,6 +37,8 @@ class SupervisedTrainer(Trainer, Generic[Row]):
     """A run over the rows of a dataset. `make_batch` turns rows into a batch."""
 
     config: SupervisedConfig
+    min_rows = 1
+    """A last step of fewer rows is left out."""
 
     def __init__(
         self, config: SupervisedConfig, device: str, objective: Objective, runtime: Runtime = LOCAL_RUNTIME
@@ -45,7 +47,14 @@ class SupervisedTrainer(Trainer, Generic[Row]):
         self.objective = objective
         with self.close_on_error():
             self.rows = self.open_rows()
-        self.total_steps = config.steps or self._steps_of_epochs()
+        self.total_rows = self._rows_of_epochs() if config.steps is None else None
+        self.total_steps = config.steps or self._steps()
+        if config.steps and (size := self.rows.size) and size < config.batch_size and is_rank0():
+            LOG.warning(
+                "batch_size is %d, but there are %d rows to train on, so a step has rows more than once. Lower it.",
+                config.batch_size,
+                size,
+            )
         optimizer = fit_schedule(config.optimizer, self.total_steps, "optimizer")
         if optimizer != config.optimizer:  # the length of the schedule is known only now
             self.engine.set_optimizer(optimizer)
@@ -83,10 +92,20 @@ class SupervisedTrainer(Trainer, Generic[Row]):
         """Returns the sequences of a row."""
         return [row] if isinstance(row, EncodedSequence) else row
 
-    def _steps_of_epochs(self) -> int:
+    def _rows_of_epochs(self) -> int:
         size = self.rows.size
         assert size is not None, "the config of a stream has steps"
-        return max(1, round(self.config.epochs * size / self.config.batch_size))
+        return max(self.min_rows, round(self.config.epochs * size))
+
+    def _steps(self) -> int:
+        assert self.total_rows is not None
+        steps, rest = divmod(self.total_rows, self.config.batch_size)
+        return steps + int(rest >= self.min_rows)
+
+    def rows_of_step(self, step: int) -> int:
+        """Returns the number of rows of a step. The last one of the epochs has those that are left."""
+        batch_size = self.config.batch_size
+        return batch_size if self.total_rows is None else min(batch_size, self.total_rows - step * batch_size)
 
     def encode_rows(self, data: Examples | Pairs) -> EncodedRows[Any]:
         """Returns the rows of a dataset as tokens. One rank of a machine encodes them, the others read its cache."""
@@ -110,7 +129,7 @@ class SupervisedTrainer(Trainer, Generic[Row]):
 
     def train_step(self) -> StepMetrics:
         """Does one optimizer step on the next rows."""
-        batch, metrics = self.make_batch(self.rows.take(self.config.batch_size))
+        batch, metrics = self.make_batch(self.rows.take(self.rows_of_step(self.step)))
         return metrics | self.train_batch(batch, self.objective) | {"epoch": self.rows.progress} | self.rows.metrics()
 
     def evaluate(self) -> dict[str, float]:

@@ -58,9 +58,9 @@ class SupervisedConfig(TrainingConfig):
     """The settings of recipes that train on dataset rows."""
 
     batch_size: PositiveInt = 32
-    """Rows a step."""
+    """Rows a step. The last step of the epochs has the rows that are left."""
     epochs: Positive = 1.0
-    """Passes over the rows. Not used if steps is set."""
+    """Passes over the rows, each exactly once a pass. Not used if steps is set."""
     steps: PositiveInt | None = None
     """Number of steps; none takes as many as the epochs need."""
     held_out: HeldOutSettings = HeldOutSettings()

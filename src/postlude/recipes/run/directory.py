@@ -2,6 +2,7 @@
 
     config.yaml                 the config, secrets masked; configs/ has earlier ones that were changed
     run.json                    every start: time, host, versions, step
+    split.npz                   the tasks that are held out, and all of the data
     metrics.jsonl               one JSON object per step
     layers.jsonl                lists of each layer, one JSON object per step; only if a block has any (load of experts)
     samples.jsonl               one JSON object per sample
