@@ -7,7 +7,7 @@ from dataclasses import replace
 from postlude.checks import Bounds
 from postlude.hf.decoder import ATTENTION_NAMES, activation, head_dim, model_config, rotary
 from postlude.hf.family import Family, HFConfig, Names, TensorMapping, split_tensor
-from postlude.hf.mamba2 import mamba_names, time_step_limit
+from postlude.hf.mamba2 import check_activation, mamba_names, time_step_limit
 from postlude.model import ModelConfig
 from postlude.model.blocks import AttentionConfig, BlockConfig, MambaConfig, MLPConfig, MoEConfig
 
@@ -30,6 +30,7 @@ def to_model(hf: HFConfig) -> ModelConfig:
 
 
 def _mamba(hf: HFConfig) -> BlockConfig:
+    check_activation(hf.hidden_act)
     return MambaConfig(
         heads=hf.mamba_n_heads,
         head_dim=hf.mamba_d_head,
