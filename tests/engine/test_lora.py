@@ -14,11 +14,13 @@ from torch import Tensor
 from postlude import Engine, LanguageModel, Layout, Loss, OutputInputs
 from postlude.engine.adapters import export_adapter, load_adapter, stream_adapters
 from postlude.engine.failure_state import OFFLOADED
+from postlude.hf.linear_layers import linear_layers
 from postlude.hf.merge_adapter import read_saved_adapter
 from postlude.lora import LoRA
 from postlude.model.adapters import is_adapter
-from postlude.model.blocks import MoEConfig
+from postlude.model.blocks import BLOCKS, MoEConfig
 from postlude.model.parallel import local_shard, region
+from postlude.objectives import MTP
 from tests.conftest import Ranks
 from tests.engine.live_tensors import live_matrices, storage_bytes
 from tests.engine.training import BUDGET, DAMPED, batch, bitwise_equal, config, error_text, policy
@@ -100,6 +102,33 @@ def test_training_in_a_layout_equals_one_rank(ranks: Ranks, source: str, layout:
         assert actual[key].keys() == expected[key].keys()
         for name in expected[key]:
             assert_equal(actual[key][name], expected[key][name], f"{key} of {name}")
+
+
+def train_mtp_projection(group: Any, layout: str, directory: str) -> dict[str, Tensor]:
+    source = small_config("[*-]{2}/[*-]", vocab_size=256, initializer_range=0.1, tied_head=False)
+    if not layout:
+        names = {name for name, layer in linear_layers(source, BLOCKS).items() if layer.group != "none"}
+        every_layer = build("", source, LoRA(rank=2, targets=tuple(names - {"embedding", "head"})), mtp=True)
+        assert every_layer.parameters.keys() == {
+            f"{name}.adapter.{side}" for name in names - {"embedding", "head"} for side in "ab"
+        }
+    engine = build(layout, source, LoRA(rank=2, targets="proj"), mtp=True)
+    engine.forward_backward(batch(0), MTP(objective=policy))
+    gradients = {f"gradient of {name}": tensor.clone() for name, tensor in stream_adapters(engine, gradients=True)}
+    export_adapter(engine, f"{directory}/{layout or 'one rank'}")
+    return gradients | {name: tensor.clone() for name, tensor in engine.stream_weights()}
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2", "dp_shard=2"])
+def test_the_projection_of_mtp_is_adapted_as_every_layer_that_can_be_named(
+    ranks: Ranks, layout: str, tmp_path: Path
+) -> None:
+    expected = ranks(1, train_mtp_projection, "", str(tmp_path))[0]
+    assert all(bool(expected[f"gradient of mtp.0.proj.adapter.{side}"].any()) for side in "ab")
+    actual = ranks(2, train_mtp_projection, layout, str(tmp_path))[0]
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert_equal(actual[name], expected[name], name)
 
 
 def compare_with_merged(group: Any, lora: LoRA) -> dict[str, float]:

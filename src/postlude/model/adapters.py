@@ -5,14 +5,13 @@ The adapter of one layer is `parallel.Adapter`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from postlude.lora import AdapterConfig, AdapterConfigs
-from postlude.model.blocks import Block
 from postlude.model.parallel import Adapter
 
 
@@ -26,15 +25,14 @@ class AdaptableLayer(Protocol):
         ...
 
 
-def add_adapters(model: nn.Module, blocks: Iterable[Block], adapters: AdapterConfigs) -> None:
-    """Gives each layer of the model and its blocks its adapter. Those of other layers are of other pipeline stages."""
-    for name, layer in model.named_children():
+def add_adapters(module: nn.Module, adapters: AdapterConfigs, *, prefix: str = "") -> None:
+    """Gives each layer of a model, or of its part of the global name `prefix`, its adapter.
+
+    Adapters of other layers are of other pipeline stages.
+    """
+    for name, layer in list(module.named_modules(prefix=prefix)):
         if config := adapters.get(name):
             cast(AdaptableLayer, layer).add_adapter(config)
-    for block in blocks:
-        for name, layer in block.named_modules():
-            if config := adapters.get(f"{block.name}.{name}"):
-                cast(AdaptableLayer, layer).add_adapter(config)
 
 
 def meta_adapter(layer: nn.Module, config: AdapterConfig) -> Adapter:

@@ -96,7 +96,7 @@ class LanguageModel(FSDPUnit):
         check_choice("recompute", recompute, get_args(Recompute))
         with default_dtype(dtype):
             self._build_modules(blocks, value_head)
-        add_adapters(self, self.blocks, adapters)
+        add_adapters(self, adapters)
         check_storage(self.named_parameters(), self.sharded_separately(), self.mesh)
         self.matrices = frozenset(name for name, _ in self.named_parameters() if role_of(self, name) == "matrix")
         if not any(parameter.is_meta for parameter in self.parameters()):

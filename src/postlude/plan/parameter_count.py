@@ -140,13 +140,13 @@ def _count_adapters(config: ModelConfig, mesh: Mesh, adapters: AdapterConfigs) -
         if (blocks, inner) not in counted:
             with torch.device("meta"):
                 layer = LogicalLayer(config.pattern.layer(index), config, mesh, BLOCKS)
-                add_adapters(layer, layer.blocks, adapters)
+                add_adapters(layer, adapters, prefix=f"layers.{index}")
             counted[blocks, inner] = _count(layer, only_adapters=True)
         counts.append(counted[blocks, inner])
     for index in range(config.mtp_module_count if adapters else 0):
         with torch.device("meta"):
             depth = MTPDepth(index, config, mesh, BLOCKS)
-            add_adapters(depth, depth.blocks, adapters)
+            add_adapters(depth, adapters, prefix=f"mtp.{index}")
         counts.append(_count(depth, only_adapters=True))
     return tuple(counts)
 
