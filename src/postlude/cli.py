@@ -322,6 +322,7 @@ def _add_logprobs(command: argparse.ArgumentParser) -> None:
     command.add_argument("--text", required=True, help="text to score; - reads standard input")
     _add_context_length(command)
     _add_dtype_and_device(command)
+    _add_trust(command)
 
 
 def _add_generate(command: argparse.ArgumentParser) -> None:
@@ -345,9 +346,16 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
     option("--stop", action="append", metavar="TEXT", help="string that ends a completion; may be repeated")
     option("--seed", type=seed, help="random seed (default: a new one each time)")
     _add_dtype_and_device(command)
+    _add_trust(command)
     option("--threads", type=count, help="CPU threads (default: all cores)")
     _add_context_length(command)
     option("--max-batch-tokens", type=count, help="tokens in the KV cache (default: 65536)")
+
+
+def _add_trust(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python files of the model's directory as its tokenizer"
+    )
 
 
 def _add_context_length(command: argparse.ArgumentParser) -> None:
@@ -368,6 +376,7 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
     )
     option("--name", help="name of the model (default: MODEL)")
     _add_dtype_and_device(command)
+    _add_trust(command)
     option("--threads", type=count, help="CPU threads (default: all cores)")
     _add_context_length(command)
     option("--max-sequences", type=count, help="maximum completions at a time (default: 256)")
@@ -392,6 +401,7 @@ def _add_tinker(command: argparse.ArgumentParser) -> None:
     option("--session-timeout", type=above_zero, default=1800.0, metavar="SECONDS", help=silent)
     _add_ray(command)
     _add_dtype_and_device(command)
+    _add_trust(command)
 
 
 def _add_trace(command: argparse.ArgumentParser) -> None:
@@ -457,6 +467,7 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
         "and a model without a Hugging Face family is written in Postlude's own format (docs/models.md)",
     )
     option("--mtp", action="store_true", help="keep the source's multi-token-prediction depths")
+    _add_trust(command)
     option("--without-value-head", action="store_true", help="leave out the value head of a reward model or a critic")
     option("--seed", type=seed, default=0, help="random seed of new weights")
     option("--overwrite", action="store_true", help="replace a model in DST")

@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
         description = " ".join((f"Converted by `postlude convert --pattern '{options.pattern}'`.", *lines))
     adapter = None if options.adapter is None else read_saved_adapter(options.adapter, *read_model(source))
     try:
-        tokenizer = load_tokenizer(options.source)
+        tokenizer = load_tokenizer(options.source, trust_remote_code=options.trust_remote_code)
     except FileNotFoundError as error:
         read_model(options.source)  # raises if the source itself does not exist
         tokenizer = None

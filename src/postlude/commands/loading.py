@@ -32,7 +32,7 @@ def load_generator(
     dtype = getattr(torch, options.dtype) if options.dtype else None
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    tokenizer = load_tokenizer(options.model)
+    tokenizer = load_tokenizer(options.model, trust_remote_code=options.trust_remote_code)
     if empty:
         with torch.device("meta"):
             model = LanguageModel(read_model(options.model)[1], dtype=dtype or torch.float32)

@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> None:
     check_device(options.device)
     device = torch.device(options.device or default_device())
     text = read_text(options.text, "text")
-    tokenizer = load_tokenizer(options.model)
+    tokenizer = load_tokenizer(options.model, trust_remote_code=options.trust_remote_code)
     tokens = tokenizer(text)["input_ids"]
     if len(tokens) < 2:
         raise ValueError(

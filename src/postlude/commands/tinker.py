@@ -42,6 +42,7 @@ def run(options: argparse.Namespace) -> None:
         device=options.device,
         ray=options.ray,
         scratch=state.scratch,
+        trust_remote_code=options.trust_remote_code,
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)

@@ -95,30 +95,39 @@ def load_model(
 
 
 def load_tokenizer(
-    source: str | os.PathLike[str], chat_template: str | os.PathLike[str] | None = None
+    source: str | os.PathLike[str],
+    chat_template: str | os.PathLike[str] | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> PreTrainedTokenizerBase:
     """Returns the tokenizer of a model directory or a GGUF file; one token per byte for the built-in models.
 
-    The file `chat_template`, if given, replaces its chat template.
+    The file `chat_template`, if given, replaces its chat template. Python files of the directory run only with
+    `trust_remote_code`. Only a tokenizer may have any: models and their configs are never code.
     """
-    tokenizer = _load_tokenizer(source)
+    tokenizer = _load_tokenizer(source, trust_remote_code)
     if chat_template is not None:
         tokenizer.chat_template = read_chat_template(chat_template)
     return tokenizer
 
 
-def _load_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
+def _load_tokenizer(source: str | os.PathLike[str], trust_remote_code: bool) -> PreTrainedTokenizerBase:
     if isinstance(source, str) and source in BUILTIN:
         return byte_tokenizer()
     path = resolve_path(source)
     try:
         if path.is_dir():
-            return AutoTokenizer.from_pretrained(path)
-        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+            return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
     except Exception as error:  # whatever transformers and its parsers raise
         if path.is_dir() and not any(path.glob("*token*")):
             fix = "Put the model's tokenizer.json and tokenizer_config.json next to its weights."
             raise FileNotFoundError(f"{path} has no tokenizer. {fix}") from error
+        if "trust_remote_code" in str(error) and not trust_remote_code:
+            raise ValueError(
+                f"the tokenizer of {path} is Python code of its own, which would run with your rights. Read it, and "
+                "then set --trust-remote-code (trust_remote_code: true in a config)."
+            ) from error
         reason = first_line(error).rstrip(".")
         raise FileNotFoundError(
             f"{path} has no tokenizer that can be read: {reason}. Fetch its files again."
@@ -345,7 +354,9 @@ def _tensors(source: PlainSource, family: Family | None, config: ModelConfig) ->
     assert family is not None  # a GGUF file says which
     # transformers has no setting for one of its bars.
     with nullcontext() if sys.stderr.isatty() else redirect_stderr(_WithoutProgressBars(sys.stderr)):
-        module = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, config=hf_config(config))
+        module = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, config=hf_config(config), trust_remote_code=False
+        )
     return ModuleSource(module, family, expected_tensors(config, family))
 
 

@@ -83,7 +83,7 @@ def read_description(source: PlainSource, blocks: BlockTable = BLOCKS) -> Pretra
         if has_postlude_config:
             return read_postlude_config(path, blocks)
         try:
-            return AutoConfig.from_pretrained(path)
+            return AutoConfig.from_pretrained(path, trust_remote_code=False)
         except Exception as error:  # transformers' validation raises many types
             reason = first_line(error)
             if isinstance(error, ZeroDivisionError):  # which does not name the number
@@ -92,7 +92,7 @@ def read_description(source: PlainSource, blocks: BlockTable = BLOCKS) -> Pretra
                 reason = f"{' and '.join(zeros)} must not be 0" if zeros else reason
             raise ValueError(f"{path / CONFIG} cannot be read as a model config: {reason}") from error
     try:
-        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
     except ImportError as error:
         raise ImportError(GGUF_NEEDS) from error
     except Exception as error:  # the parser raises many types on a truncated GGUF

@@ -60,7 +60,9 @@ class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
             else:
                 self.teacher = open_frozen_model(config.teacher, self.engine, config)
                 check_teacher(config.model, self.engine.config, config.teacher, self.teacher.config, config.top_k)
-                check_teacher_tokens(config.model, self.tokenizer, config.teacher)
+                check_teacher_tokens(
+                    config.model, self.tokenizer, config.teacher, trust_remote_code=config.trust_remote_code
+                )
 
     def open_dataset(self, data: Any, seed: int) -> RowSource[EncodedSequence | Task]:
         """Returns the dataset as tokens or, for on-policy distillation, the environment's tasks."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from postlude.generate.distributed import DistributedEngine, ReplicatedGenerator
-from postlude.hf.load import load_model, load_tokenizer
+from postlude.hf.load import load_model
 from postlude.hf.read_model import end_tokens, read_generation_config, read_model
 from postlude.recipes.checks.environment import environment_checks, evaluation_set_checks
 from postlude.recipes.checks.preflight import Check, PreflightInputs, model_checks
@@ -62,7 +62,7 @@ def run(
     plain = schema.plain(config)
     defaults = schema.default_values(EvalConfig)
     check_run(config.run, plain, may_change=MAY_CHANGE, defaults=defaults)
-    tokenizer = load_tokenizer(config.model, config.chat_template)
+    tokenizer = config.load_tokenizer()
     timer, samples = StepTimer(), config.samples_per_prompt
     limit = sequence_limit(config, read_model(config.model)[1])
     with ExitStack() as resources:

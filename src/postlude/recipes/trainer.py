@@ -24,7 +24,6 @@ from postlude.engine import Engine
 from postlude.engine.adapters import export_adapter
 from postlude.engine.checkpoint import check_checkpoint
 from postlude.generate.probe import WeightsDiffer
-from postlude.hf.load import load_tokenizer
 from postlude.hf.model_card import ModelCard
 from postlude.objectives import Objective
 from postlude.objectives.loss import Reduction
@@ -118,7 +117,7 @@ class Trainer(ABC):
         }
         check_run(config.run, self.plain_config, **self.config_comparison)
         torch.manual_seed(config.seed)  # only a user's objective may use the global generator
-        self.tokenizer: Any = load_tokenizer(config.model, config.chat_template)
+        self.tokenizer: Any = config.load_tokenizer()
         self.with_mtp_loss = MTPLoss(config.mtp, self.loss_column)
         self.engine = Engine(
             model_source(config.model, config.mtp),

@@ -32,10 +32,16 @@ class ModelReward(FailureCounter, Reward):
     """
 
     def __init__(
-        self, model: str, *, device: str | None = None, budget: int = 8192, failed_reward: float | None = None
+        self,
+        model: str,
+        *,
+        device: str | None = None,
+        budget: int = 8192,
+        trust_remote_code: bool = False,
+        failed_reward: float | None = None,
     ) -> None:
         super().__init__(f"the reward model {model}", failed_reward)
-        self.source, self.budget = model, budget
+        self.source, self.budget, self.trust_remote_code = model, budget, trust_remote_code
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._waiting: list[Episode] = []
 
@@ -49,7 +55,8 @@ class ModelReward(FailureCounter, Reward):
     def encoder(self) -> Encoder:
         """Encodes a prompt with its completion."""
         length = context_length(read_model(self.source)[1]) or self.budget
-        return Encoder(tokenizer=load_tokenizer(self.source), max_length=min(self.budget, length))
+        tokenizer = load_tokenizer(self.source, trust_remote_code=self.trust_remote_code)
+        return Encoder(tokenizer=tokenizer, max_length=min(self.budget, length))
 
     def trial_call(self, task: Task, turn: AssistantTurn) -> None:
         """Loads the reward model and scores one completion. Raises ValueError if that fails."""

@@ -17,6 +17,8 @@ class WorkerSettings:
     source: str
     """A model directory, a GGUF file or a built-in name."""
     layout: Layout = field(default_factory=Layout)
+    trust_remote_code: bool = False
+    """Whether Python files of the model's directory may run as its tokenizer."""
     dtype: str | None = None
     """The compute dtype, such as "bfloat16"; by default bfloat16 on a GPU and float32 on the CPU."""
     device: str | None = None

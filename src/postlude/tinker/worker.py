@@ -340,7 +340,7 @@ class Worker:
 
 def run_worker(settings: WorkerSettings, address: str | tuple[str, int], key: bytes) -> None:
     """Runs on every rank until the HTTP process closes the connection at `address`."""
-    tokenizer = load_tokenizer(settings.source)
+    tokenizer = load_tokenizer(settings.source, trust_remote_code=settings.trust_remote_code)
     rank = RankWorker(settings, tokenizer)
     controller: Rank0Controller[RankCommand, Any] = Rank0Controller(rank.run)
 

@@ -23,7 +23,7 @@ from postlude.checks import USER_ERRORS, check_writable, error_message, nearest_
 from postlude.data import Batch
 from postlude.engine.adapters import Adapters
 from postlude.hf.family import Family
-from postlude.hf.load import check_weights, load_tokenizer
+from postlude.hf.load import check_weights
 from postlude.hf.model_source import Source
 from postlude.hf.read_model import read_model, with_mtp
 from postlude.layout import Layout, Stage
@@ -149,7 +149,7 @@ class PreflightInputs:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer."""
-        return load_tokenizer(self.config.model, self.config.chat_template)
+        return self.config.load_tokenizer()
 
     @property
     def dtype(self) -> torch.dtype:

@@ -27,7 +27,7 @@ def _compare_with_policy(inputs: PreflightInputs, key: str, model: str) -> str:
     fix = f"Give {key} a model with the policy's tokenizer."
     _compare_sizes(policy, inputs.model[1], model, config, fix)
     config.check_layout(inputs.config.layout)
-    _compare_tokens(policy, inputs.tokenizer, model, model, fix)
+    _compare_tokens(policy, inputs.tokenizer, model, model, fix, inputs.config.trust_remote_code)
     tensors = check_weights(model)
     weights = "random weights" if tensors is None else f"{tensors} tensors"
     return f"{model}, {total_parameters(config):,} parameters, {weights}"
@@ -40,7 +40,9 @@ def teacher_checks(inputs: PreflightInputs, teacher: str, top_k: int) -> Iterato
         _, teacher_config = read_model(teacher)
         check_teacher(inputs.config.model, inputs.model[1], teacher, teacher_config, top_k)
         teacher_config.check_layout(inputs.config.layout)
-        tokenizer_note = check_teacher_tokens(inputs.config.model, inputs.tokenizer, teacher)
+        tokenizer_note = check_teacher_tokens(
+            inputs.config.model, inputs.tokenizer, teacher, trust_remote_code=inputs.config.trust_remote_code
+        )
         return f"{teacher}, {total_parameters(teacher_config):,} parameters, {tokenizer_note}"
 
     yield Check("teacher", check_model_and_tokens, after=("model", "layout", "tokenizer"))
@@ -58,10 +60,17 @@ def check_teacher(
         )
 
 
-def check_teacher_tokens(model: str, student_tokenizer: PreTrainedTokenizerBase, teacher: str) -> str:
+def check_teacher_tokens(
+    model: str, student_tokenizer: PreTrainedTokenizerBase, teacher: str, *, trust_remote_code: bool = False
+) -> str:
     """Refuses a teacher with another tokenizer. Returns a clause about its tokenizer."""
     teacher_tokenizer = _compare_tokens(
-        f"the student {model}", student_tokenizer, f"the teacher {teacher}", teacher, ONE_TOKENIZER
+        f"the student {model}",
+        student_tokenizer,
+        f"the teacher {teacher}",
+        teacher,
+        ONE_TOKENIZER,
+        trust_remote_code,
     )
     if teacher_tokenizer is None:
         return "without a tokenizer to compare"
@@ -78,14 +87,14 @@ def _compare_sizes(first: str, first_config: ModelConfig, second: str, second_co
 
 
 def _compare_tokens(
-    first: str, tokenizer: PreTrainedTokenizerBase, second: str, source: str, fix: str
+    first: str, tokenizer: PreTrainedTokenizerBase, second: str, source: str, fix: str, trust_remote_code: bool
 ) -> PreTrainedTokenizerBase | None:
     """Returns the tokenizer of the second model, or None if it has none. Raises ValueError if a token differs.
 
     BOS and EOS may differ, as they do between a base model and its chat model.
     """
     try:
-        second_tokenizer = load_tokenizer(source)
+        second_tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
     except FileNotFoundError:
         return None
     if difference := first_difference(tokenizer, second_tokenizer):

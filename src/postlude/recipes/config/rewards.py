@@ -87,6 +87,8 @@ class RewardModelFields(Settings):
     """Device of the reward model; none takes the GPU if there is one."""
     budget: PositiveInt = 8192
     """Maximum number of tokens that the reward model scores together, and so of a prompt with its completion."""
+    trust_remote_code: bool = False
+    """Whether Python files of the reward model's directory may run as its tokenizer, with your rights."""
 
 
 class ModelRewardSettings(WeightSettings, RewardModelFields):
@@ -96,7 +98,13 @@ class ModelRewardSettings(WeightSettings, RewardModelFields):
         """Returns the reward. The model is loaded when it first scores a completion."""
         from postlude.rollout.reward_model import ModelReward  # imports torch
 
-        return ModelReward(self.model, device=self.device, budget=self.budget, failed_reward=calls.failed_reward)
+        return ModelReward(
+            self.model,
+            device=self.device,
+            budget=self.budget,
+            trust_remote_code=self.trust_remote_code,
+            failed_reward=calls.failed_reward,
+        )
 
 
 class JudgeSettings(WeightSettings):

@@ -220,6 +220,8 @@ class RunConfig(Settings):
     """Hugging Face directory, GGUF file, built-in model, or ORG/NAME or ORG/NAME@REVISION on the Hugging Face Hub."""
     chat_template: Annotated[Path, InputPath("path")] | None = None
     """File of a chat template (Jinja) in place of the tokenizer's. It is exported with the model."""
+    trust_remote_code: bool = False
+    """Whether Python files of the model's directory may run as its tokenizer, with your rights."""
     run: Annotated[Path, BeforeValidator(_check_run)] = Path(f"runs/{RUN_NAME}")
     """Run directory, relative to the working directory. A run with the same config is resumed. {name} is the name of
     the config file without its extension or, without a file, of the recipe and the model."""
@@ -236,6 +238,12 @@ class RunConfig(Settings):
     """Loggers besides metrics.jsonl: tensorboard, wandb, mlflow, trackio. A project may follow a colon: wandb:sums."""
     cluster: ClusterSettings = ClusterSettings()
     """Resources on a Ray cluster."""
+
+    def load_tokenizer(self) -> Any:
+        """Returns the tokenizer of `model`, with `chat_template`."""
+        from postlude.hf.load import load_tokenizer  # imports torch
+
+        return load_tokenizer(self.model, self.chat_template, trust_remote_code=self.trust_remote_code)
 
     @property
     def batch_invariant(self) -> bool:
