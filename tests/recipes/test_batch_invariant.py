@@ -19,6 +19,7 @@ from postlude.recipes.config.load import ConfigError, load
 from postlude.recipes.config.recipe_configs import EvalConfig
 from postlude.recipes.grpo import GRPOConfig, checks, run
 from postlude.recipes.run.runtime import LOCAL_RUNTIME
+from postlude.recipes.sequence_limit import SequenceLimit
 from tests.conftest import Ranks
 from tests.rollout import functions
 
@@ -129,7 +130,8 @@ def test_evaluation_supports_batch_invariant(tmp_path: Path) -> None:
     config = load(EvalConfig, tmp_path / "eval.yaml", ["--run", str(tmp_path / "evaluated")])
     assert "batch_invariant" in preflight(evaluation.checks(PreflightInputs(config, LaunchInfo())))
     with started():
-        assert evaluation._make_engine(config, load_tokenizer("tiny-dense"), "cpu", LOCAL_RUNTIME).model.batch_invariant
+        tokenizer, limit = load_tokenizer("tiny-dense"), SequenceLimit(config.budget)
+        assert evaluation._make_engine(config, tokenizer, "cpu", limit, LOCAL_RUNTIME).model.batch_invariant
 
 
 @pytest.mark.parametrize("kind", ["vllm", "generators"])
