@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude.data import IGNORE, Microbatch
-from postlude.model import OutputInputs
 from postlude.objectives import Loss, Metric, Objective
 from postlude.objectives.loss import Reduction
 from postlude.world.devices import group_device
@@ -196,22 +195,21 @@ class MetricAccumulator:
         self.has_gradient = False  # whether a microbatch's loss has one; `constant_losses` are magnitudes of the others
         self.constant_losses: list[Tensor] = []
 
-    def evaluate(self, objective: Objective, inputs: OutputInputs) -> Tensor:
-        """Returns what one microbatch adds to the batch's loss, and records it and the objective's metrics.
+    def evaluate(self, loss: Loss, microbatch: Microbatch) -> Tensor:
+        """Returns what one microbatch adds to the batch's loss, and records it and the loss's metrics.
 
         The error of a loss or metric that cannot be normalised is kept in `loss_error` and raised after the pass: other
         ranks are in the middle of it, and would deadlock. Until then it adds zero with the same graph.
         """
-        loss = objective(inputs)
         if not isinstance(loss, Loss):
             raise TypeError(f"an objective returns a Loss, but this one returned a {type(loss).__name__}.")
         self.outputs.append(loss.outputs)
         try:
-            value = self.normalizer.loss(loss, inputs.microbatch)
+            value = self.normalizer.loss(loss, microbatch)
             self.add_loss(value)
             for term in loss.terms():
                 for name, metric in term.metrics.items():
-                    self.add(name, metric, inputs.microbatch)
+                    self.add(name, metric, microbatch)
         except (LookupError, ValueError) as error:
             self.loss_error = self.loss_error or error
             return 0.0 * torch.stack([term.values.float().sum() for term in loss.terms()]).sum()

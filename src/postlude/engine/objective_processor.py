@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from postlude.engine.ignored_gradients import IgnoredGradients
 from postlude.engine.normalizer import MetricAccumulator
 from postlude.model import MTPOptions, OutputInputs
 from postlude.model.output import MTPDepths
@@ -42,16 +43,20 @@ class ObjectiveProcessor:
         """Returns the loss to differentiate."""
         head, mtp = inputs.head, inputs.mtp
         values = None if head.value_head is None else _RecordedValueHead(head.value_head, inputs.hidden)
-        depths = None if mtp is None or not self.trains_depths else _RecordedDepths(mtp, values)
-        recorded_head = replace(head, value_head=cast(ValueHead | None, values))
-        value = self.metrics.evaluate(self.objective, replace(inputs, head=recorded_head, mtp=depths or mtp))
+        depths = None if mtp is None else _RecordedDepths(mtp, values)
+        recorded_head, ignored = replace(head, value_head=cast(ValueHead | None, values)), IgnoredGradients()
+        loss = self.objective(ignored.attach(replace(inputs, head=recorded_head, mtp=depths)))
+        value = self.metrics.evaluate(loss, inputs.microbatch)
         parts = [inputs.hidden]
         if values is not None:
             parts.append(values.run())
-        if depths is not None:
+        if depths is not None and self.trains_depths:
             parts += depths.run(inputs, stop_trunk=bool(self.mtp_options and self.mtp_options.stop_trunk))
         if not torch.is_grad_enabled():
             return value
+        if self.metrics.loss_error is None:
+            for depth, positions in enumerate([ignored, *([] if depths is None else depths.ignored)]):
+                positions.set_positions(loss, depth, inputs.microbatch, self.metrics.normalizer)
         if value.requires_grad:
             self.metrics.has_gradient = True
         else:
@@ -117,6 +122,7 @@ class _RecordedDepths:
         self.depths, self.values = depths, values
         self.iterator: Iterator[OutputInputs] | None = None
         self.states: list[Tensor] = []
+        self.ignored: list[IgnoredGradients] = []
 
     def __call__(self, inputs: OutputInputs, *, stop_trunk: bool, stop_head: bool) -> Iterator[OutputInputs]:
         if self.values is not None:
@@ -124,7 +130,8 @@ class _RecordedDepths:
         self.iterator = self.depths(inputs, stop_trunk=stop_trunk, stop_head=stop_head)
         for depth in self.iterator:
             self.states.append(depth.hidden)
-            yield depth
+            self.ignored.append(IgnoredGradients())
+            yield self.ignored[-1].attach(depth)
 
     def run(self, inputs: OutputInputs, *, stop_trunk: bool) -> list[Tensor]:
         """Runs the depths that were not requested. Returns the states of all."""

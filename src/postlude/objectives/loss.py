@@ -55,9 +55,10 @@ class Loss:
     - `"sequences"`: one for every sequence; `values` [n].
     - the name of a column, such as a mask of the tokens to train on: its values; `values` [T].
 
-    A value whose weight is zero is ignored, even NaN. A scalar is taken as the weighted sum of this microbatch; over
-    "sequences", as the sum over whole sequences, equal on all context-parallel ranks. Losses over different weights can
-    be added: `policy + 0.1 * penalty`. With a `depth`, values and weights are those of the positions of
+    A value whose weight is zero is ignored, even NaN, and so is the gradient that it would give the results at its own
+    position. A scalar is taken as the weighted sum of this microbatch; over "sequences", as the sum over whole
+    sequences, equal on all context-parallel ranks. Losses over different weights can be added:
+    `policy + 0.1 * penalty`. With a `depth`, values and weights are those of the positions of
     `microbatch.mtp_microbatches[depth - 1]`.
     """
 

@@ -94,7 +94,7 @@ def _call(
         mtp=depths if microbatch.mtp_microbatches else None,
     )
     accumulator = MetricAccumulator(LossNormalizer([microbatch]))
-    value = accumulator.evaluate(objective, inputs)
+    value = accumulator.evaluate(objective(inputs), microbatch)
     if accumulator.loss_error is not None:
         raise accumulator.loss_error
     if value.requires_grad:
