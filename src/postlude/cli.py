@@ -258,6 +258,7 @@ def _add_recipe(command: argparse.ArgumentParser) -> None:
         metavar="RUN/step-N",
         help="start from the weights of another run's checkpoint, instead of --model",
     )
+    option("--overwrite", action="store_true", help="delete the run in the run directory, and start afresh")
     option("--nproc", type=count, help="ranks to start on this machine (default: those of the layout)")
     _add_device_and_timeout(command)
     _add_ray(command)

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 
-from postlude import Layout, export_hf
+from postlude import Engine, Layout, export_hf, ranks
 from postlude.engine.streaming import InterruptibleStream, plan_buckets, plan_tensors
 from postlude.hf.export import hf_tensors
 from postlude.hf.load import check_weights, load_model, load_tokenizer
@@ -272,3 +272,15 @@ def test_tied_head_can_be_exported_as_a_separate_tensor(ranks: Any, tmp_path: Pa
     tokens = torch.arange(24)[None]
     with torch.no_grad():
         assert torch.equal(tied(tokens).logits, untied(tokens).logits)
+
+
+def test_export_without_a_tokenizer_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with ranks():
+        engine = Engine("tiny-dense", budget=16)
+        directory = engine.export_hf(tmp_path / "export")
+        assert caplog.messages == [
+            f"{directory} has no tokenizer: give the export one, tokenizer=load_tokenizer(MODEL)."
+        ]
+        engine.export_hf(directory, tokenizer=load_tokenizer("tiny-dense"), overwrite=True)
+        engine.export_hf(directory, overwrite=True)  # the tokenizer stays
+    assert len(caplog.messages) == 1

@@ -48,6 +48,21 @@ def test_two_signals_in_quick_succession_count_as_one(
     assert capfd.readouterr().err.strip() == expected
 
 
+def test_notice_is_in_the_live_panel_and_else_on_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=100)
+    with StopSignals(verbose=True) as heard, LiveView(3, console=console, silent=False) as view:
+        heard.show_notice = view.show_notice
+        signal.raise_signal(signal.SIGINT)
+    last_panel = output.getvalue().rpartition("╭")[2]
+    assert "SIGINT: the run ends after this step" in last_panel
+    assert capfd.readouterr().err == ""
+    with StopSignals(verbose=True) as heard, LiveView(3, console=Console(file=io.StringIO()), silent=False) as view:
+        heard.show_notice = view.show_notice
+        signal.raise_signal(signal.SIGINT)
+    assert "SIGINT: the run ends after this step" in capfd.readouterr().err
+
+
 def test_sighup_stops_the_run_even_if_output_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def hung_up(*_: object, **__: object) -> int:
         raise OSError(errno.EIO, "Input/output error")

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from postlude.recipes.run.directory import RunDirectory
 from postlude.recipes.run.lock import wait_for
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import Runtime
-from postlude.recipes.run.signals import DUPLICATE_SECONDS, StopRequested, stop_message
+from postlude.recipes.run.signals import DUPLICATE_SECONDS, StopRequested, announce_stop
 from postlude.recipes.run.start_mode import StartMode
 from postlude.world.failure_report import GRACE, RankError
 from postlude.world.signals import SIGNALS, ending_signals
@@ -86,6 +86,7 @@ class DriverSignals:
     def __init__(self) -> None:
         self.first, self.received_at = 0, 0.0
         self.stop_now = False
+        self.show_notice: Callable[[str], bool] = lambda notice: False
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -110,8 +111,7 @@ class DriverSignals:
     def _receive(self, number: int, _: Any) -> None:
         if not self.first:
             self.first, self.received_at = number, time.monotonic()
-            with suppress(OSError):  # the terminal may be closed
-                os.write(2, stop_message(number))
+            announce_stop(number, self.show_notice)
         elif time.monotonic() - self.received_at > DUPLICATE_SECONDS:
             self.stop_now = True
 
@@ -119,6 +119,7 @@ class DriverSignals:
 def _run_with_restarts(job: RayJob, needs: ResourceNeeds, signals: DriverSignals, *, can_grow: bool) -> RunOutcome:
     """Runs until all ranks have a result or restarts are used up. Nodes may join a cluster that `can_grow`."""
     display, attempts, saved = DriverDisplay(), 0, _newest_checkpoint(job)
+    signals.show_notice = display.show_notice
     allowed = job.settings.max_restarts
     restarted = False
     while True:

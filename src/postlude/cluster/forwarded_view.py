@@ -33,6 +33,10 @@ class ForwardedView:
         numbers = {name: value for name, value in flatten(metrics).items() if isinstance(value, int | float)}
         self._send("update", step, numbers)
 
+    def show_notice(self, notice: str) -> bool:
+        """Returns false: the panel is the driver's."""
+        return False
+
     def _send(self, *message: Any) -> None:
         if not self.silent:
             self.relay.send.remote(*message)
@@ -62,6 +66,10 @@ class DriverDisplay:
                     self.view.update(step, metrics)
                 case ("end of view",):
                     self.close_view()
+
+    def show_notice(self, notice: str) -> bool:
+        """Shows a line in the panel, if there is one."""
+        return self.view is not None and self.view.show_notice(notice)
 
     def close_view(self) -> None:
         """Closes the progress view, as its ranks have finished or are lost."""

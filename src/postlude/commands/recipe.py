@@ -25,6 +25,8 @@ def run(options: argparse.Namespace) -> int:
     start_mode = StartMode(
         None if options.resume_from is None else parse_step(options.resume_from), options.resume_command
     )
+    if options.overwrite and options.resume_from is not None:
+        raise ValueError("--overwrite deletes the run that --resume-from continues. Give one of them.")
     if options.ray is not None:
         check_ray()
         if "RANK" in os.environ:
@@ -43,7 +45,11 @@ def run(options: argparse.Namespace) -> int:
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank of a machine checks for all
         on_this_machine = options.ray in (None, LOCAL)
         launch = LaunchInfo(
-            device, int(os.environ.get("WORLD_SIZE", world_size)), on_this_machine, options.ray is not None
+            device,
+            int(os.environ.get("WORLD_SIZE", world_size)),
+            on_this_machine,
+            options.ray is not None,
+            options.overwrite,
         )
         inputs = PreflightInputs(config, launch)
         findings, console = preflight(recipe.checks(inputs)), Console()

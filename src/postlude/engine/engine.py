@@ -397,13 +397,16 @@ class Engine(TrainingStateProperties):
 
         It contains a model `card` and the source's generation_config.json. A directory that holds a model is replaced
         only with `overwrite`. If rank 0 cannot write, every rank raises before the next bucket. `untied` writes a head
-        that is tied to the embedding as a tensor of its own.
+        that is tied to the embedding as a tensor of its own. Without a `tokenizer` it warns, unless the directory
+        has one.
         """
         self.failure_state.check()
         dtype = dtype or self.compute_dtype
         model = export.Untied(self) if untied else self
         hf_export_config(model.config, dtype, self.families)  # raises if no family describes the model
-        return export.export(model, directory, tokenizer, dtype, card=card, overwrite=overwrite)
+        path = export.export(model, directory, tokenizer, dtype, card=card, overwrite=overwrite)
+        export.warn_without_tokenizer(path)
+        return path
 
     def export_model(
         self,
@@ -416,7 +419,10 @@ class Engine(TrainingStateProperties):
     ) -> Path:
         """Writes the model as `export_hf` does if a family describes it, else in Postlude's own format."""
         self.failure_state.check()
-        return export.export(self, directory, tokenizer, dtype or self.compute_dtype, card=card, overwrite=overwrite)
+        dtype = dtype or self.compute_dtype
+        path = export.export(self, directory, tokenizer, dtype, card=card, overwrite=overwrite)
+        export.warn_without_tokenizer(path)
+        return path
 
     def save(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import deque
 from contextlib import suppress
@@ -19,7 +20,7 @@ from postlude.engine.streaming import (
     plan_buckets,
     plan_tensors,
 )
-from postlude.hf.export import ModelFiles, export_config, untied, write_model_directory
+from postlude.hf.export import TOKENIZER, ModelFiles, export_config, untied, write_model_directory
 from postlude.hf.family import VALUE_HEAD, Families, map_to_hf
 from postlude.hf.model_card import ModelCard
 from postlude.hf.postlude_format import PostludeConfig
@@ -31,6 +32,7 @@ from postlude.model.recast import RecastPlan, plan_recast
 from postlude.safetensors_file import TensorInfo
 from postlude.world.agreement import gather_and_decide, on_rank0
 
+LOG = logging.getLogger("postlude")
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
 
 
@@ -62,6 +64,12 @@ class Untied:
                 self.tensors = {**model.tensors, HEAD: model.tensors[EMBEDDING]}
             if EMBEDDING in model.low_bits:
                 self.low_bits = {**model.low_bits, HEAD: model.low_bits[EMBEDDING]}
+
+
+def warn_without_tokenizer(directory: Path) -> None:
+    """Warns of an exported model that has no tokenizer, which most programs need."""
+    if dist.get_rank() == 0 and not any((directory / name).exists() for name in TOKENIZER):
+        LOG.warning("%s has no tokenizer: give the export one, tokenizer=load_tokenizer(MODEL).", directory)
 
 
 def recast_plan(model: Exported, directory: str | os.PathLike[str]) -> RecastPlan:

@@ -48,14 +48,22 @@ class RecipeFunction:
     command: str
 
     def __call__(
-        self, config: Config = None, /, *, device: str | None = None, nproc: int | None = None, **settings: Any
+        self,
+        config: Config = None,
+        /,
+        *,
+        device: str | None = None,
+        nproc: int | None = None,
+        overwrite: bool = False,
+        **settings: Any,
     ) -> RunResult:
         """Checks a config, runs or resumes it as the command does, and returns the result.
 
         `settings` are fields of the config, with sections as mappings: `optimizer={"lr": 1e-5}` sets only that key.
-        They override `config`. A mistake raises ValueError, TypeError or OSError before anything is touched. A run that
-        started and failed is returned, with its reason. Several ranks are new processes: as for multiprocessing, the
-        calling script then needs `if __name__ == "__main__":`.
+        They override `config`. `overwrite` deletes the run in the run directory first. A mistake raises ValueError,
+        TypeError or OSError before anything is touched. A run that started and failed is returned, with its reason.
+        Several ranks are new processes: as for multiprocessing, the calling script then needs
+        `if __name__ == "__main__":`.
         """
         chosen = RECIPES[self.command]
         file = None if config is None or isinstance(config, Mapping) else Path(config)
@@ -71,7 +79,9 @@ class RecipeFunction:
         device = device or default_device()
         size = getattr(run_config, "layout", Layout()).world_size if nproc is None else nproc
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            inputs = PreflightInputs(run_config, LaunchInfo(device, int(os.environ.get("WORLD_SIZE", size))))
+            inputs = PreflightInputs(
+                run_config, LaunchInfo(device, int(os.environ.get("WORLD_SIZE", size)), overwrite=overwrite)
+            )
             preflight(chosen.checks(inputs))
             for write in inputs.on_success:
                 write()

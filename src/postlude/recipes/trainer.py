@@ -437,6 +437,7 @@ def run_training(trainer: Trainer, start_mode: StartMode = RESUME_NEWEST) -> Run
             trainer.start_or_resume(start_mode)
             title = f"{trainer.name} {trainer.config.model}"
             with trainer.runtime.view(trainer.total_steps, title=title, start=trainer.step) as display:
+                trainer.signals.show_notice = display.show_notice
                 while trainer.step < trainer.total_steps and not trainer.stop_signal:
                     display.set_phase(trainer.phase)
                     metrics = trainer.train_and_log_step()

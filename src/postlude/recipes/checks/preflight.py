@@ -50,10 +50,11 @@ from postlude.recipes.config.settings import (
 from postlude.recipes.mtp import describe_mtp, model_source
 from postlude.recipes.report.formatting import format_bytes
 from postlude.recipes.run.config_changes import MAY_CHANGE
-from postlude.recipes.run.directory import check_run
+from postlude.recipes.run.directory import OtherRun, check_run
 from postlude.recipes.run.input_files import input_files
 from postlude.recipes.run.lock import LOCK, RunLock
 from postlude.recipes.run.loggers import check_loggers
+from postlude.recipes.run.overwrite import check_overwrite, delete_run
 from postlude.recipes.sequence_limit import SequenceLimit, sequence_limit
 
 LOG = logging.getLogger(__name__)
@@ -76,15 +77,15 @@ class Check:
 def preflight(checks: Sequence[Check]) -> dict[str, str]:
     """Runs all checks. Returns a line for each, or raises all mistakes."""
     findings: dict[str, str] = {}
-    mistakes: list[str] = []
+    mistakes: list[tuple[bool, str]] = []
     for check in checks:
         if all(name in findings for name in check.after):
             try:
                 findings[check.name] = check.run()
             except USER_ERRORS as error:
-                mistakes.append(error_message(error))
-    if mistakes:
-        raise PreflightError("\n".join(dict.fromkeys(mistakes)))
+                mistakes.append((isinstance(error, OtherRun), error_message(error)))
+    if mistakes:  # a mistake in the config makes it another run's too, so that comes last
+        raise PreflightError("\n".join(dict.fromkeys(text for _, text in sorted(mistakes, key=lambda entry: entry[0]))))
     return findings
 
 
@@ -98,6 +99,8 @@ class LaunchInfo:
     """Whether the ranks run on this machine, so that its devices and memory can be checked."""
     ray: bool = False
     """Whether Ray assigns GPUs, and shares of them."""
+    overwrite: bool = False
+    """Whether to delete the run in the run directory once all checks passed."""
 
 
 @dataclass
@@ -279,6 +282,10 @@ def busy_cpu_warning(load: float, cores: int, environment: Mapping[str, str]) ->
 def _run(inputs: PreflightInputs) -> str:
     path = check_writable("run", inputs.config.run, "--run")
     config = inputs.config
+    if inputs.launch.overwrite:
+        check_overwrite(path, plain(config))
+        inputs.on_success.insert(0, partial(delete_run, path))
+        return f"{path}, overwritten"
     defaults, files = default_values(type(config)), partial(input_files, config)
     check_run(path, plain(config), may_change=MAY_CHANGE, defaults=defaults, files=files)
     if (path / LOCK).exists():

@@ -57,6 +57,9 @@ class ProgressView(Protocol):
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Shows a finished step."""
 
+    def show_notice(self, notice: str) -> bool:
+        """Shows a line in the panel. Returns false where there is none. It does not wait: signal handlers call it."""
+
 
 class ViewFactory(Protocol):
     """Makes a view of `total` steps, of which `start` were done before. `unit` is the name of a step."""
@@ -86,7 +89,7 @@ class LiveView:
         self._silent = not is_rank0() if silent is None else silent
         self._history: dict[str, deque[float]] = {}
         self._seconds: dict[str, float] = {}
-        self._phase = ""
+        self._phase = self._notice = ""
         self._began = time.monotonic()
         self._ends: deque[float] = deque([self._began], maxlen=RECENT + 1)
         self._live: Live | None = None
@@ -127,6 +130,11 @@ class LiveView:
             self._seconds = {key.removeprefix(TIME): value for key, value in flat.items() if key.startswith(TIME)}
         if self._live is None:
             self._print(self._line(flat))
+
+    def show_notice(self, notice: str) -> bool:
+        """Shows a line at the end of the panel; false without a panel."""
+        self._notice = notice  # without the lock, which the interrupted code may hold
+        return self._live is not None
 
     def _print(self, line: str) -> None:
         try:
@@ -173,6 +181,8 @@ class LiveView:
             parts.append(values)
         if self._seconds:
             parts.append(time_bar(self._seconds, max(self._console.width - 6, 10)))
+        if self._notice:
+            parts.append(Text(self._notice, style="bold yellow"))
         phase = f" · {self._phase}" if self._phase else ""
         return Panel(Group(*parts), title=Text(f"{self.title}{phase}"), title_align="left", border_style="dim")
 

@@ -66,6 +66,10 @@ class Sample:
     logprobs: Sequence[float] = ()
 
 
+class OtherRun(ValueError):
+    """The directory holds a run of another config."""
+
+
 class RunDirectory:
     """The directory of a run, for rank 0. `open_run` returns the right one on every rank.
 
@@ -361,9 +365,9 @@ def _changes(
     if refused:
         saved = RunDirectory(path).checkpoints()
         other = f", or begin a new run with its weights: --run OTHER --from {path}/{saved[-1].name}" if saved else ""
-        raise ValueError(
+        raise OtherRun(
             f"{path} belongs to another run: {describe_differences(refused)}. Give the same config to resume it, "
-            f"or another directory (--run){other}."
+            f"another directory (--run), or --overwrite to delete that run{other}."
         )
     return {key: [None if value is MISSING else value for value in (old, new)] for key, old, new in changed_keys}
 

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -27,9 +28,12 @@ class StopRequested(Exception):
         self.number = number
 
 
-def stop_message(number: int) -> bytes:
-    """Returns what is printed when a signal requests the end of a run."""
-    return f"\n{signal.Signals(number).name}: the run ends after this step; another ends it at once.\n".encode()
+def announce_stop(number: int, show_notice: Callable[[str], bool] = lambda notice: False) -> None:
+    """Says that a signal ends the run: in the live panel if `show_notice` returns true, else on standard error."""
+    message = f"{signal.Signals(number).name}: the run ends after this step; another ends it at once."
+    if not show_notice(message):
+        with suppress(OSError):  # the terminal may be closed
+            os.write(2, f"\n{message}\n".encode())  # the signal may interrupt a print
 
 
 class StopSignals:
@@ -41,6 +45,8 @@ class StopSignals:
 
     def __init__(self, *, verbose: bool) -> None:
         self.received = 0
+        self.show_notice: Callable[[str], bool] = lambda notice: False
+        """Shows a line in the live panel, if there is one. A signal handler calls it, so it must not wait."""
         self._verbose, self._received_at = verbose, 0.0
         self._handlers: dict[int, Any] = {}
         self._launcher = os.getppid() if "RANK" in os.environ else None
@@ -68,8 +74,7 @@ class StopSignals:
         elif not self.received:
             self.received, self._received_at = number, now
             if self._verbose:
-                with suppress(OSError):  # the terminal may be closed
-                    os.write(2, stop_message(number))  # the signal may interrupt a print
+                announce_stop(number, self.show_notice)
         elif now - self._received_at > DUPLICATE_SECONDS:
             self.__exit__()
             signal.raise_signal(number)

@@ -12,6 +12,7 @@ from postlude.recipes.config.secrets import mask_arguments
 
 CHECKPOINTS, EXPORTED_MODEL = "checkpoints", "model"  # in a run directory: checkpoints, and the exported model
 EXPORTED_ADAPTER = "adapter"  # with LoRA
+ROWS = "rows"  # datasets that a call from Python gave as values
 STEP = re.compile(r"step-(\d+)")
 
 
@@ -52,11 +53,11 @@ def find_checkpoint(text: str) -> Path:
 
 
 def resume_command(words: Sequence[str]) -> str:
-    """Returns the command that resumes a run: the one that started it, without --resume-from and without secrets."""
+    """Returns the command that resumes a run: the one that started it, without secrets, --resume-from, --overwrite."""
     arguments: list[str] = []
     skipping = False
     for word in words:
-        if not skipping and word != "--resume-from" and not word.startswith("--resume-from="):
+        if not skipping and word not in ("--resume-from", "--overwrite") and not word.startswith("--resume-from="):
             arguments.append(word)
         skipping = word == "--resume-from"
     return shlex.join(["postlude", *mask_arguments(arguments)])

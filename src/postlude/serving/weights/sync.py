@@ -15,6 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from postlude.engine import Engine
+from postlude.engine.export import Untied, export
 from postlude.generate.probe import Probe, WeightProbe
 from postlude.hf.checksum import checksum
 from postlude.options import SyncMethod
@@ -140,7 +141,9 @@ class DiskSync(WeightSync):
         start = time.perf_counter()
         path = self.root / version
         try:
-            self.engine.export_hf(path, untied=self.options.untied)
+            self.engine.failure_state.check()
+            model = Untied(self.engine) if self.options.untied else self.engine
+            export(model, path, None, self.engine.compute_dtype, card=None, overwrite=False)
         except OSError as error:
             raise ServerError(
                 f"weights for servers could not be written below {self.root}: {error} "
