@@ -313,7 +313,9 @@ def test_steps_are_captured_on_gpu_unless_unsupported() -> None:
     generator = Generator(model)
     generator.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
     assert generator._buffers is not None
-    assert [list(recorded) for recorded in generator._buffers.graphs._graphs.values()] == [[DecodeStep(8, False, None)]]
+    assert [list(recorded) for recorded in generator._buffers.graphs._graphs.values()] == [
+        [DecodeStep(8, False, False, None)]
+    ]
     assert generator.why_no_cuda_graph() is None
     assert "float64" in str(Generator(model.double()).why_no_cuda_graph())
 

@@ -22,12 +22,12 @@ import numpy as np
 import pytest
 import torch
 
+from postlude.data.thoughts import answer_text
 from postlude.pool.open_pool import open_pool
 from postlude.pool.process_pool import _WorkerProcess
 from postlude.pool.worker_pool import CallResult, WorkerError
 from postlude.rollout.episode import AssistantTurn
 from postlude.rollout.rewards import Score
-from postlude.rollout.thoughts import answer_text
 from postlude.rollout.verifiers import ExactReward, MathReward, extract
 from postlude.user_code import UserCodeError
 from tests.rollout.functions import (

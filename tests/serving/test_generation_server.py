@@ -110,7 +110,7 @@ def test_weights_are_replaced_in_flight_and_invalid_directory_changes_nothing(tm
         for bad in ("cut", "nowhere"):
             status, words = request_json(f"{url}/weights", {"directory": str(tmp_path / bad), "version": "start.3"})
             assert status == 400
-            assert words["error"].startswith("the weights stay 'start.1', as they were: ")
+            assert words["error"]["message"].startswith("the weights stay 'start.1', as they were: ")
         engine.reload(Weights(str(tmp_path / "new"), "start.2"))
         (done,) = engine.poll(timeout=60)
         completion = done.completion
@@ -153,7 +153,7 @@ def test_a_server_without_weights_replies_once_it_has_some(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("body", "status", "sentence"),
     [
-        ({"prompt": [1], "sampling": {}, "model": "other"}, 400, "model is 'other', but 'tiny' is served here."),
+        ({"prompt": [1], "sampling": {}, "model": "other"}, 404, "model is 'other', but 'tiny' is served here."),
         ({"prompt": [9999], "sampling": {}}, 400, "the prompt has token 9999, but the vocabulary goes from 0 to 263."),
         ({"prompt": [1] * 60, "sampling": {}}, 400, "max_batch_tokens is 64"),
         ({"prompt": [1], "sampling": {"top_p": 2}}, 400, "top_p=2"),
@@ -189,7 +189,7 @@ def test_a_server_without_weights_replies_once_it_has_some(tmp_path: Path) -> No
 def test_invalid_request_gives_clear_error(body: Any, status: int, sentence: str) -> None:
     with serving(Generator(sharp(), load_tokenizer("tiny-dense"), max_batch_tokens=64)) as (_, url):
         code, words = request_json(f"{url}/generate", body)
-        assert (code, sentence in words["error"]) == (status, True), words
+        assert (code, sentence in words["error"]["message"]) == (status, True), words
         assert request_json(f"{url}/health") == (200, {"status": "ok"})
         assert request_json(f"{url}/elsewhere")[0] == 404
 
@@ -254,7 +254,7 @@ def test_failed_request_does_not_affect_others(kind: type[Generator]) -> None:
             }
         assert served._failure is None
     for status, words in replies:
-        assert (status, "logits after 2 tokens are NaN" in words["error"]) == (500, True)
+        assert (status, "logits after 2 tokens are NaN" in words["error"]["message"]) == (500, True)
     for request_id, group in zip(request_ids, expected, strict=True):
         for number, answer in enumerate(group):
             assert results[request_id, number].tokens == answer.tokens
@@ -267,7 +267,7 @@ def test_a_failed_step_fails_running_requests_and_later_ones_are_served(monkeypa
         with monkeypatch.context() as patched:
             patched.setattr(Session, "step", lambda self: 1 / 0)
             status, words = request_json(f"{url}/generate", {"prompt": [1], "sampling": {}})
-            assert (status, words["error"]) == (500, "generating failed: division by zero")
+            assert (status, words["error"]["message"]) == (500, "generating failed: division by zero")
         assert request_json(f"{url}/generate", {"prompt": [1], "sampling": {"max_new_tokens": 2}})[0] == 200
 
 
@@ -280,7 +280,7 @@ def test_broken_device_ends_the_server(monkeypatch) -> None:
     monkeypatch.setattr(Session, "step", broken)
     with serving(Generator(sharp())) as (served, url):
         status, words = request_json(f"{url}/generate", {"prompt": [1], "sampling": {}})
-        assert (status, "generating has ended" in words["error"]) == (500, True)
+        assert (status, "generating has ended" in words["error"]["message"]) == (500, True)
         assert isinstance(served._failure, torch.AcceleratorError)
 
 
@@ -294,11 +294,13 @@ def test_weights_that_cannot_be_read_leave_the_old_ones(tmp_path: Path) -> None:
         before = request_json(f"{url}/generate", question)
         for directory in ("~nosuchuser/x", "/a\0b", str(tmp_path / "empty"), str(tmp_path / "nowhere")):
             status, words = request_json(f"{url}/weights", {"directory": directory, "version": "b"})
-            assert (status, "the weights stay 'default', as they were: " in words["error"]) == (400, True), words
+            assert (status, "the weights stay 'default', as they were: " in words["error"]["message"]) == (400, True), (
+                words
+            )
         for text in ("{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": null}}', '{"weight_map": {"a": 3}}'):
             index.write_text(text)
             status, words = request_json(f"{url}/weights", {"directory": str(index.parent), "version": "b"})
-            assert (status, "is not a safetensors index" in words["error"]) == (400, True), words
+            assert (status, "is not a safetensors index" in words["error"]["message"]) == (400, True), words
         for body in (None, [1], {"directory": 3, "version": "b"}, {"directory": "x"}):
             assert request_json(f"{url}/weights", json.dumps(body).encode())[0] == 400
         assert request_json(f"{url}/generate", question) == before
@@ -312,7 +314,7 @@ def test_partially_read_weights_are_not_used(tmp_path: Path, monkeypatch) -> Non
         with monkeypatch.context() as patched:
             patched.setattr("postlude.hf.reload.fill", lambda *_: 1 / 0)
             status, words = request_json(f"{url}/weights", {"directory": str(tmp_path / "new"), "version": "b"})
-            assert (status, "there are no weights until others are read" in words["error"]) == (500, True)
+            assert (status, "there are no weights until others are read" in words["error"]["message"]) == (500, True)
         assert request_json(f"{url}/generate", question)[0] == 503
         assert request_json(f"{url}/weights", {"directory": str(tmp_path / "new"), "version": "b"})[0] == 200
         assert request_json(f"{url}/generate", question)[0] == 200

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from postlude import load_tokenizer
 from postlude.data.chat import Encoder
 from postlude.generate.generator import Generator
-from postlude.generate.protocol import Completion
+from postlude.generate.protocol import Completion, Progress
 from postlude.generate.sampling_params import SamplingParams
 from postlude.generate.text_stream import TextStream
 from postlude.rollout.environments import SingleTurn
@@ -20,11 +22,19 @@ from postlude.rollout.judge import JudgeReward
 from postlude.rollout.tasks import Task
 from postlude.rollout.verdict import Verdict
 from postlude.serving.json_reply import write_json
+from postlude.serving.server.http_server import HTTPRequest
+from postlude.serving.server.openai_routes import CompletionBackend, OpenAIRoutes
 from tests.generate.test_session import sharp
 from tests.rollout.episodes import step
 from tests.serving.test_generation_server import open_request, request_json, serving, until
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say \N{SNOWMAN}."}]
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -175,10 +185,10 @@ def test_streamed_completion_equals_the_completion(url: str) -> None:
         ("completions", {"prompt": []}, "give from 1 to 1024 completions in all"),
         ("completions", {"prompt": "a", "n": 10**9}, "give from 1 to 1024 completions in all"),
         ("completions", {"prompt": "a", "n": 0}, "give from 1 to 1024 completions in all"),
-        ("completions", {"prompt": "a", "logprobs": 5}, "logprobs is 5, but only the log-probs of sampled tokens"),
+        ("completions", {"prompt": "a", "logprobs": 21}, "logprobs is 21: Input should be less than or equal to 20"),
         ("completions", {"prompt": "a", "echo": True}, "echo is True, which is not supported"),
-        ("completions", {"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty is 0.5, which is not supported"),
-        ("completions", {"prompt": "a", "model": "gpt"}, "model is 'gpt', but 'tiny' is served here."),
+        ("completions", {"prompt": "a", "frequency_penalty": 3}, "frequency_penalty=3.0: give a number from -2 to 2"),
+        ("completions", {"prompt": "a", "logit_bias": {"1": 5}}, "logit_bias is {'1': 5}, which is not supported"),
         ("completions", {"prompt": "a", "stop": 5}, "stop is 5: give text, or a list of texts."),
         ("completions", {"prompt": "a", "temperature": -1}, "temperature=-1"),
         ("completions", {"prompt": "a", "max_tokens": 9999}, "max_batch_tokens is 192"),
@@ -187,9 +197,26 @@ def test_streamed_completion_equals_the_completion(url: str) -> None:
         ("chat/completions", {"messages": []}, "give at least one message"),
         ("chat/completions", {"messages": "hi"}, "messages is 'hi': give a list."),
         ("chat/completions", {"messages": [{"role": "user"}]}, "messages.0.content is missing"),
-        ("chat/completions", {"messages": MESSAGES, "tools": [{"type": "function"}]}, "which is not supported"),
-        ("chat/completions", {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs is 2, which is not supported"),
-        ("chat/completions", {"messages": MESSAGES, "response_format": {"type": "json_object"}}, "not supported"),
+        ("chat/completions", {"messages": MESSAGES, "tools": [{"type": "function"}]}, "has no 'tools.0.function'"),
+        ("chat/completions", {"messages": MESSAGES, "tools": [TOOL]}, "has tools, which the tokenizer's chat template"),
+        ("chat/completions", {"messages": MESSAGES, "tools": [TOOL] * 129}, "at most 128 items"),
+        ("chat/completions", {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "required"}, "cannot be forced"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "[1]"}}]}]},
+            "messages.0.tool_calls.0.function.arguments is '[1]': give a JSON object.",
+        ),
+        (
+            "chat/completions",
+            {"messages": MESSAGES, "top_logprobs": 2},
+            "top_logprobs is 2, which needs logprobs: true",
+        ),
+        ("chat/completions", {"messages": MESSAGES, "response_format": {"type": "json_schema"}}, "schema is missing"),
+        (
+            "chat/completions",
+            {"messages": MESSAGES, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
+            "the JSON schema cannot be enforced",
+        ),
         (
             "chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}]},
@@ -219,6 +246,160 @@ def test_models_route_lists_the_model(url: str) -> None:
     status, reply = request_json(f"{url}/v1/models")
     assert (status, [model["id"] for model in reply["data"]]) == (200, ["tiny"])
     assert {"id", "object", "created", "owned_by"} <= set(reply["data"][0])
+
+
+def test_a_model_is_described_by_its_name_and_an_unknown_one_is_404(url: str) -> None:
+    assert request_json(f"{url}/v1/models/tiny")[1] == request_json(f"{url}/v1/models")[1]["data"][0]
+    for path, body in (
+        ("models/gpt%2F4", None),
+        ("completions", {"prompt": "a", "model": "gpt/4"}),
+        ("chat/completions", {"messages": MESSAGES, "model": "gpt/4", "stream": True}),
+    ):
+        status, reply = request_json(f"{url}/v1/{path}", body)
+        assert (status, reply["error"]["code"]) == (404, "model_not_found")
+        assert reply["error"]["message"] == "model is 'gpt/4', but 'tiny' is served here."
+    status, reply = request_json(f"{url}/nothing")
+    assert (status, set(reply["error"])) == (404, {"message", "type", "param", "code"})
+
+
+class Scripted(CompletionBackend):
+    """Generates a text, as tokens one by one."""
+
+    def __init__(self, text: str) -> None:
+        self.tokens = [*text.encode(), 257]
+
+    def adapter_of(self, name: str | None) -> str | None:
+        return None
+
+    def completion(self) -> Completion:
+        text = bytes(self.tokens[:-1]).decode()
+        return Completion(self.tokens, [0.0] * len(self.tokens), [], "stop", text)
+
+    async def generate(self, requests: Any, is_gone: Any) -> list[list[Completion]]:
+        self.prompt = requests[0].prompt
+        return [[self.completion()]]
+
+    async def stream(self, requests: Any, is_gone: Any) -> AsyncGenerator[Progress, None]:
+        for token in self.tokens:
+            yield Progress(0, 0, [token], [0.0], None)
+        yield Progress(0, 0, [], [], self.completion())
+
+
+HERMES = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}<{{ message.role }}>"
+    "{{ message.content or '' }}{% for call in message.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
+
+
+def ask_with_tools(text: str, **fields: Any) -> tuple[Any, str]:
+    """Returns the reply (of a stream, its chunks) to a request with tools, and the prompt."""
+    tokenizer = load_tokenizer("tiny-dense")
+    tokenizer.chat_template = HERMES
+    backend = Scripted(text)
+    routes = OpenAIRoutes(backend, "tiny", tokenizer, 4096)
+
+    async def ask() -> Any:
+        body = {"messages": [MESSAGES[1]], "tools": [TOOL]} | fields
+        reply = await routes.chat(HTTPRequest("POST", "", json.dumps(body).encode(), lambda: False))
+        return reply if isinstance(reply, dict) else [chunk async for chunk in reply]
+
+    reply = asyncio.run(ask())
+    prompt = getattr(backend, "prompt", ())
+    return reply, tokenizer.decode(prompt)
+
+
+def test_tool_calls_are_read_from_a_completion_and_written_into_the_prompt() -> None:
+    reply, prompt = ask_with_tools(f"<think>{CALL}</think>I add.\n{CALL}{CALL}")
+    assert '"name": "add"' in prompt
+    (choice,) = reply["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    message = choice["message"]
+    assert message["content"] == f"<think>{CALL}</think>I add."
+    assert [call["function"] for call in message["tool_calls"]] == [{"name": "add", "arguments": '{"a": 2}'}] * 2
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "4"}
+    _, prompt = ask_with_tools("4", messages=[MESSAGES[1], message, result])
+    assert f"{CALL}{CALL}<|end|><tool>4<|end|><assistant>" in prompt
+    assert (
+        len(ask_with_tools(f"{CALL}{CALL}", parallel_tool_calls=False)[0]["choices"][0]["message"]["tool_calls"]) == 1
+    )
+
+
+@pytest.mark.parametrize("text", ["Just 4.", '<tool_call>{"name": 3}</tool_call>'])
+def test_completion_without_a_readable_call_is_text(text: str) -> None:
+    (choice,) = ask_with_tools(text)[0]["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+    assert "tool_calls" not in choice["message"]
+    (choice,) = ask_with_tools(CALL, tool_choice="none")[0]["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (CALL, "stop")
+
+
+def test_streamed_tool_calls_equal_those_of_the_completion() -> None:
+    full = ask_with_tools(f"Yes. {CALL}")[0]["choices"][0]
+    chunks = [chunk["choices"][0] for chunk in ask_with_tools(f"Yes. {CALL}", stream=True)[0]]
+    assert "".join(chunk["delta"]["content"] or "" for chunk in chunks) == full["message"]["content"] == "Yes."
+    (call,) = chunks[-1]["delta"]["tool_calls"]
+    assert (call["index"], call["function"]) == (0, full["message"]["tool_calls"][0]["function"])
+    assert chunks[-1]["finish_reason"] == "tool_calls"
+    text = [chunk["choices"][0] for chunk in ask_with_tools("Just 4.", stream=True)[0]]
+    assert "".join(chunk["delta"]["content"] for chunk in text) == "Just 4."
+
+
+def test_logprobs_have_the_bytes_of_parts_of_characters(url: str) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 30, "seed": 4, "logprobs": True, "temperature": 2, "ignore_eos": True}
+    choice = request_json(f"{url}/v1/chat/completions", body)[1]["choices"][0]
+    entries = choice["logprobs"]["content"]
+    written = b"".join(bytes(entry["bytes"]) for entry in entries if not entry["token"].startswith("<|"))
+    assert written.decode(errors="replace") == choice["message"]["content"]
+    assert any(entry["token"].startswith("bytes:\\x") for entry in entries)
+
+
+def test_penalties_are_those_of_the_generator(url: str) -> None:
+    penalties = {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
+    body = {"prompt": "Once", "max_tokens": 20, "seed": 3, "ignore_eos": True}
+    reply = request_json(f"{url}/v1/completions", body | penalties)[1]["choices"][0]
+    sampling = SamplingParams(max_new_tokens=20, seed=3, ignore_eos=True, **penalties)
+    assert reply["text"] == generate_directly(encoded("Once"), sampling)[0].text
+
+
+def test_likeliest_tokens_are_returned_with_each_token(url: str) -> None:
+    body: dict[str, Any] = {"max_tokens": 8, "seed": 3, "ignore_eos": True}
+    sampling = SamplingParams(max_new_tokens=8, seed=3, ignore_eos=True, top_logprobs=5)
+    chat = body | {"messages": MESSAGES, "logprobs": True, "top_logprobs": 5}
+    entries = request_json(f"{url}/v1/chat/completions", chat)[1]["choices"][0]["logprobs"]["content"]
+    (expected,) = generate_directly(encoded(MESSAGES), sampling)
+    values = [[other["logprob"] for other in entry["top_logprobs"]] for entry in entries]
+    assert values == [pytest.approx([value for _, value in place], abs=1e-4) for place in expected.top_logprobs]
+    chunks = stream_chunks(f"{url}/v1/chat/completions", chat | {"stream": True})
+    parts = [chunk["choices"][0]["logprobs"]["content"] for chunk in chunks]
+    assert [entry for part in parts for entry in part] == entries
+    plain = request_json(f"{url}/v1/completions", body | {"prompt": "Once", "logprobs": 2})[1]["choices"][0]["logprobs"]
+    assert {len(place) for place in plain["top_logprobs"]} <= {1, 2}  # two parts of characters may have one text
+    assert len(plain["top_logprobs"]) == len(plain["tokens"]) == 8
+
+
+def test_response_format_gives_json_of_the_schema(url: str) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
+    body = {"messages": [MESSAGES[1]], "max_tokens": 100, "n": 2, "temperature": 2, "response_format": form}
+    for choice in request_json(f"{url}/v1/chat/completions", body)[1]["choices"]:
+        assert json.loads(choice["message"]["content"])["a"] in (True, False)
+        assert choice["finish_reason"] == "stop"
+    body |= {"response_format": {"type": "json_object"}, "temperature": 0, "n": 1, "max_tokens": 5}
+    assert request_json(f"{url}/v1/chat/completions", body)[1]["choices"][0]["message"]["content"][0] == "{"
+
+
+def test_without_the_grammar_library_json_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with serving(Generator(sharp(), load_tokenizer("tiny-dense"))) as (_, address):
+        body = {"messages": MESSAGES, "response_format": {"type": "json_object"}}
+        status, reply = request_json(f"{address}/v1/chat/completions", body)
+    assert (status, "pip install 'postlude[grammar]'" in reply["error"]["message"]) == (400, True)
 
 
 def test_a_stream_of_a_disconnected_client_ends() -> None:

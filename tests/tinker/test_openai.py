@@ -60,6 +60,11 @@ def test_completions_and_chat_with_saved_weights_and_base_model(tmp_path: Path, 
             assert "".join(deltas) == reply.json["choices"][0]["message"]["content"]
             models = await request(app, "GET", f"{prefix}/models")
             assert {BASE, path} <= {model["id"] for model in models.json["data"]}
+            for name in (BASE, path):
+                assert (await request(app, "GET", f"{prefix}/models/{name}")).json["id"] == name
+            for unknown in ("models/nobody", "embeddings"):
+                reply = await request(app, "GET", f"{prefix}/{unknown}")
+                assert (reply.status, reply.json["error"]["type"]) == (404, "invalid_request_error")
 
     asyncio.run(run())
 
@@ -70,7 +75,7 @@ def test_invalid_request_gets_openai_error(tmp_path: Path) -> None:
             path = await saved_weights(app)
             body = {"model": path, "prompt": "ab", "max_tokens": 3}
             for change, status, sentence in (
-                ({"model": "nobody/nothing"}, 400, "there is no base model"),
+                ({"model": "nobody/nothing"}, 404, "there is no base model"),
                 ({"model": 3}, 400, "give a base model"),
                 ({"model": path + "b"}, 404, "there is no checkpoint"),
                 ({"max_tokens": 1000}, 400, "has room for 62"),

@@ -88,14 +88,18 @@ class Encoder:
             raise ValueError(f"max_length is {self.max_length}, but the minimum is 2: the first is never trained on.")
         check_choice("turns", self.turns, get_args(TrainedTurns))
 
-    def prompt(self, prompt: Prompt, row: str = "the prompt") -> list[int]:
-        """Returns the tokens that a model continues: text as it is, messages with the assistant's header."""
+    def prompt(self, prompt: Prompt, row: str = "the prompt", *, tools: Tools = None) -> list[int]:
+        """Returns the tokens that a model continues: text as it is, messages with the assistant's header.
+
+        `tools` are the functions that it may call, for the template.
+        """
         try:
             if isinstance(prompt, str):
                 text: str = BosText(prompt)
             else:
-                messages = with_system(self._template.checked(prompt, row), self.system)
-                text = self._template.render(messages, header=True)
+                tools = self._template.checked_tools(tools, row)
+                messages = with_system(self._template.checked(prompt, row, tools), self.system)
+                text = self._template.render(messages, tools, header=True)
             (tokens,) = self._tokens([text])
         except EncodingError as error:
             raise ValueError(_encoding_failure(row, error)) from error

@@ -26,5 +26,11 @@ class ChatTokenizer(Protocol):
     def added_tokens_decoder(self) -> Mapping[int, Any]:
         """The tokens outside the ordinary vocabulary by id, with how they are matched in text."""
 
+    def get_vocab(self) -> dict[str, int]:
+        """All tokens, as the vocabulary writes them, by id."""
+
+    def convert_ids_to_tokens(self, ids: Any) -> Any:
+        """Returns how the vocabulary writes a token."""
+
     def get_added_vocab(self) -> dict[str, int]:
         """The tokens outside the ordinary vocabulary, special ones included."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from postlude.generate.grammar import Grammar
 from postlude.generate.protocol import FinishReason, VersionSpan
 from postlude.generate.sampling_params import SamplingParams
 from postlude.generate.text_stream import StopStrings
@@ -35,9 +36,12 @@ class CompletionState:
     """The key of its random numbers."""
     stop_tokens: frozenset[int]
     stop_strings: StopStrings | None
+    grammar: Grammar | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampled_logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    """The likeliest tokens at each token, if they are asked for."""
     finish_reason: FinishReason | None = None
     stopped_by: str | None = None
     drafted: int = 0
@@ -79,6 +83,12 @@ class CompletionState:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.sampled_logprobs.append(sampled_logprob)
+        if self.grammar is not None:
+            try:
+                self.grammar.accept(token)
+            except ValueError as error:
+                self.error = error
+                return True
         if token in self.stop_tokens:
             self.finish_reason = "stop"
         elif self.stop_strings is not None:

@@ -37,6 +37,8 @@ class DecodeStep:
     size: int
     filtered: bool
     """Whether a row may have top-k, top-p or min-p: see `sample_next`."""
+    use_rules: bool
+    """Whether a row may have `LogitRules`."""
     tile_shape: TileShape | None
     """The shape of the tiles of rows that read shared pages together; None if every row reads its own."""
 
@@ -107,6 +109,7 @@ class DecodeGraphs:
 
     def _step(self, step: DecodeStep) -> None:
         self.cache.tile_shape = step.tile_shape
+        self.rows.use_rules = step.use_rules
         self.model_step(step.size, filtered=step.filtered)
 
 

@@ -10,6 +10,7 @@ import copy
 import torch
 from torch import Tensor
 
+from postlude.generate.logit_rules import LogitRules
 from postlude.generate.sampler import SamplerSettings, sample
 from postlude.ops.batch_invariant import is_batch_invariant
 from postlude.ops.kernels.capabilities import Backend, use_kernel
@@ -42,11 +43,17 @@ class DecodeRows:
         self.stops = torch.full((stops, size), -1, dtype=torch.int64, device=device)
         self.results = torch.zeros(tokens_per_step, size, 3, dtype=torch.float64, device=device)
         self.all = torch.arange(size, device=device)
+        self.rules: LogitRules | None = None
+        """Of rows that have any; made for the first."""
+        self.use_rules = False
+        """Whether the next step applies them: it is captured with them or without."""
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copies rows `sources` to rows `targets`, both [m] int64. The sources become idle."""
         for columns in (self.numbers, self.settings, self.stops):
             columns.index_copy_(-1, targets, columns.index_select(-1, sources))
+        if self.rules is not None:
+            self.rules.move(sources, targets)
         self.stop(sources)
 
     def stop(self, indices: Tensor) -> None:
@@ -54,8 +61,9 @@ class DecodeRows:
         self.numbers[LENGTH].index_fill_(0, indices, 0)
 
     def scratch(self) -> DecodeRows:
-        """Returns the same rows with copies of `numbers` and `results`, to sample tokens that are not kept."""
+        """Returns the same rows with copies of `numbers` and `results`, to sample drafts: without rules."""
         rows = copy.copy(self)
+        rows.use_rules = False
         rows.numbers, rows.results = self.numbers.clone(), self.results.clone()
         return rows
 
@@ -92,6 +100,28 @@ def sample_next(
     change. Without `filtered`, top-k, top-p and min-p are ignored. A caller that has the `settings` of the rows passes
     them, if none is idle.
     """
+    if not rows.use_rules or rows.rules is None:
+        _sample_next(logits, indices, rows, token_index, filtered, settings, backend)
+        return
+    running = rows.numbers[LENGTH, indices] > 0
+    adjusted = rows.rules.adjust(logits, indices)
+    _sample_next(adjusted, indices, rows, token_index, filtered, settings, backend)
+    temperature = rows.settings[TEMPERATURE, indices, None]
+    scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)
+    logprobs = rows.rules.record(scaled, indices, rows.numbers[TOKEN, indices], running, token_index)
+    rows.results[token_index, indices, 1] = logprobs.double()
+    _score_invariantly(logits, indices, rows, rows.results[token_index])
+
+
+def _sample_next(
+    logits: Tensor,
+    indices: Tensor,
+    rows: DecodeRows,
+    token_index: int,
+    filtered: bool,
+    settings: SamplerSettings | None,
+    backend: Backend,
+) -> None:
     if is_batch_invariant() and logits.is_cuda:
         settings = None  # torch's sums on a GPU depend on the number of rows
     results = rows.results[token_index]
@@ -133,6 +163,8 @@ def sample_after_drafts(
     running = lengths > 0
     sample_next(logits[:, 0], indices, rows, filtered=filtered, settings=settings)
     accepted = running & (tokens == drafts)
+    if rows.use_rules and rows.rules is not None:
+        accepted &= ~rows.rules.constrained[:count]  # the host finds out what a grammar allows after a token
     first, first_lengths = tokens.clone(), lengths.clone()
     lengths.masked_fill_(~accepted, 0)  # for the second token all other rows are idle
     has_second = lengths > 0

@@ -67,6 +67,8 @@ class EagerScheduler(Scheduler):
             return
         if self._settings is None:
             self._settings = self._sampler_settings(decoding)
+        self._constrain(decoding)
+        self.rows.use_rules = self._has_rules(decoding)
         self.row_cache.longest = max((running.state.length for running in decoding), default=0)
         prefill_logits = self.model_step(
             len(decoding), joining.sequences, joining.pages, filtered=self.filtered, settings=self._settings

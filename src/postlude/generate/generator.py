@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import get_args
 
 import torch
@@ -21,6 +22,7 @@ from postlude.generate.completion_state import CompletionState, PromptState
 from postlude.generate.counter_rng import rng_key
 from postlude.generate.cuda_graphs import why_no_cuda_graph
 from postlude.generate.eager_scheduler import EagerScheduler
+from postlude.generate.grammar import Grammars
 from postlude.generate.graph_scheduler import DecodeCapacity, GraphBuffers, GraphScheduler
 from postlude.generate.protocol import Completion
 from postlude.generate.routing_record import check_routing_record
@@ -325,10 +327,16 @@ class Generator:
         completions = []
         for completion_index in range(first_index, first_index + n):
             stops = StopStrings(self.tokenizer, sampling.stop) if sampling.stop and self.tokenizer is not None else None
-            completions.append(
-                CompletionState(prompt, rng_key(sampling.seed, index, completion_index), stop_tokens, stops)
-            )
+            grammar = None
+            if sampling.json_schema is not None:
+                grammar = self._grammars.json(sampling.json_schema, stop_tokens)
+            key = rng_key(sampling.seed, index, completion_index)
+            completions.append(CompletionState(prompt, key, stop_tokens, stops, grammar))
         return completions
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self.tokenizer, self.model.config.vocab_size)
 
     def to_completion(self, completion: CompletionState) -> Completion:
         """Returns the result of a finished completion."""
@@ -345,6 +353,7 @@ class Generator:
             drafted=completion.drafted,
             accepted=completion.accepted,
             routing=completion.wait_routing(),
+            top_logprobs=completion.top_logprobs,
             versions=tuple(completion.versions),
         )
 

@@ -156,12 +156,18 @@ class GraphScheduler(Scheduler):
 
     def _decode(self) -> None:
         """Samples a token of every running completion, or two."""
+        if any(running.state.grammar is not None for running in self.running):
+            while self.unread_results:  # what a grammar allows depends on the newest token
+                self._read_results()
+            if not self.running:
+                return
         self._make_room()
         self._idle_ended_rows()
         size = bucket(len(self.running))
         self._compact(size)
         self._send_table()
-        self.graphs(DecodeStep(size, self.filtered, self.tile_shape))
+        self._constrain(self.running)
+        self.graphs(DecodeStep(size, self.filtered, self._has_rules(self.running), self.tile_shape))
         self._send_decoded(self.running)
 
     def _on_change(self, running: RunningCompletion, *, grew: bool = False) -> None:

@@ -86,6 +86,8 @@ class Completion:
     routing: Tensor | None = None
     """Expert ids of the tokens of prompt and completion, [tokens, routers, top_k] int16 on the CPU, if they are
     recorded. They become a batch's column "routing". The last token was never an input, and has -1."""
+    top_logprobs: Sequence[Sequence[tuple[int, float]]] = ()
+    """For each token the likeliest ones at its place, and their log-probs, as `SamplingParams.top_logprobs` asks."""
     versions: tuple[VersionSpan, ...] = ()
     """The weights version of each range of tokens, if the engine reports it."""
 
@@ -101,6 +103,8 @@ class Progress:
     tokens: Sequence[int]
     logprobs: Sequence[float]
     completion: Completion | None
+    top_logprobs: Sequence[Sequence[tuple[int, float]]] = ()
+    """Of these tokens, as in `Completion`."""
 
 
 @runtime_checkable

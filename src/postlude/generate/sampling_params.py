@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from numbers import Real
 
 MIN_TEMPERATURE = 1e-5  # above 0; below it vLLM samples greedily, and fp32 logits may overflow
+PENALTIES = {"presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "repetition_penalty": (0.01, 100)}
+MAX_TOP_LOGPROBS = 20
 MIN_FP32, MAX_FP32 = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127  # normal numbers; below them a device may round to 0
 
 
@@ -18,6 +20,11 @@ class SamplingParams:
     Logits are divided by `temperature`; 0 is greedy. Then `top_k` keeps the k likeliest tokens, `top_p` the smallest
     set of those with total probability p, and `min_p` those at least p times as likely as the likeliest. 0, 1.0 and
     0.0 keep all. Tokens as likely as the last one that is kept are kept too.
+
+    Before that `repetition_penalty` divides positive logits, and multiplies negative ones, of all tokens of prompt and
+    completion; `frequency_penalty` is subtracted for each time that the completion has a token, and `presence_penalty`
+    once. `json_schema`, the text of a JSON schema, allows only tokens that continue JSON of it. `top_logprobs` is how
+    many of the likeliest tokens are returned with each token.
 
     A completion ends with any of `stop_tokens`, with the end-of-sequence token unless `ignore_eos`, when a string of
     `stop` appears in its text, or after `max_new_tokens`.
@@ -36,22 +43,29 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    json_schema: str | None = None
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         self._check_types()
         self._check_values()
 
     def _check_types(self) -> None:
-        for name in ("max_new_tokens", "top_k", "seed"):
+        for name in ("max_new_tokens", "top_k", "seed", "top_logprobs"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name}={value!r}: give a whole number.")
-        for name in ("temperature", "top_p", "min_p"):
+        for name in ("temperature", "top_p", "min_p", *PENALTIES):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Real):
                 raise TypeError(f"{name}={value!r}: give a number.")
         if not isinstance(self.ignore_eos, bool):
             raise TypeError(f"ignore_eos={self.ignore_eos!r}: give True or False.")
+        if not isinstance(self.json_schema, str | None):
+            raise TypeError(f"json_schema={self.json_schema!r:.60}: give the text of a JSON schema.")
         for name, kind in (("stop", str), ("stop_tokens", int)):
             values = getattr(self, name)
             wrong = not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values)
@@ -77,6 +91,11 @@ class SamplingParams:
             raise ValueError(
                 f"min_p={format_number(self.min_p)}: give a share between 0 and 1 of the likeliest token's probability."
             )
+        for name, (lowest, highest) in PENALTIES.items():
+            if not lowest <= getattr(self, name) <= highest:
+                raise ValueError(f"{name}={getattr(self, name)}: give a number from {lowest:g} to {highest:g}.")
+        if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise ValueError(f"top_logprobs={format_number(self.top_logprobs)}: give 0 to {MAX_TOP_LOGPROBS}.")
         if "" in self.stop:
             raise ValueError(f"stop={self.stop!r}: every stop string has at least one letter.")
 
@@ -84,6 +103,16 @@ class SamplingParams:
     def filtered(self) -> bool:
         """Whether top-k, top-p or min-p restrict the tokens to sample from."""
         return bool(self.top_k) or self.top_p < 1.0 or bool(self.min_p)
+
+    @property
+    def penalized(self) -> bool:
+        """Whether a penalty changes the logits."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether sampling needs `LogitRules`: for penalties, a grammar or the likeliest tokens."""
+        return self.penalized or self.json_schema is not None or self.top_logprobs > 0
 
     @property
     def greedy(self) -> bool:

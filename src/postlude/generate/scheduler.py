@@ -19,6 +19,7 @@ from torch import Tensor
 from postlude.generate.completion_state import CompletionState, PromptState
 from postlude.generate.decode_cache import PageCopy
 from postlude.generate.decode_rows import LOG_MIN_P, NO_TOKEN, sample_next
+from postlude.generate.logit_rules import LogitRules
 from postlude.generate.model_step import ModelStep
 from postlude.generate.pages import PageAllocator, RunningCompletion
 from postlude.generate.sampler import SamplerSettings
@@ -45,6 +46,8 @@ class _StepResults:
     completions: list[tuple[int, RunningCompletion]]
     """Each with its row in that step."""
     results: Tensor
+    top: Tensor | None
+    """The likeliest tokens, see `LogitRules.top`, if a completion has rules."""
     event: torch.cuda.Event | None
 
 
@@ -166,15 +169,14 @@ class Scheduler(ABC):
 
     def _send_results(self, completions: Sequence[RunningCompletion], tokens: int) -> None:
         """Starts to copy the results of a step, which sampled up to `tokens` tokens of each, to the host."""
-        results, event = self.rows.results[:tokens], None
-        if results.is_cuda:
-            on_host = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
-            on_host.copy_(results, non_blocking=True)
+        event, rules = None, self.rows.rules
+        results = _copy_to_host(self.rows.results[:tokens])
+        top = _copy_to_host(rules.top[:tokens]) if rules is not None and self._has_rules(completions) else None
+        if self.rows.results.is_cuda:
             event = torch.cuda.Event()
             event.record()
-        else:
-            on_host = results.clone()
-        self.unread_results.append(_StepResults([(running.row, running) for running in completions], on_host, event))
+        rows = [(running.row, running) for running in completions]
+        self.unread_results.append(_StepResults(rows, results, top, event))
 
     def _send_decoded(self, decoded: Sequence[RunningCompletion]) -> None:
         """Starts to copy the results of a step that decoded these completions."""
@@ -188,21 +190,34 @@ class Scheduler(ABC):
         if step.event is not None:
             step.event.synchronize()
         results = step.results.tolist()
+        top = step.top.tolist() if step.top is not None else None
         for row, running in step.completions:
             tokens = [by_row[row] for by_row in results]
             if not running.removed and tokens[0][0] >= 0:
-                self._add_tokens(running, tokens)
+                self._add_tokens(running, tokens, [by_row[row] for by_row in top] if top is not None else ())
 
-    def _add_tokens(self, running: RunningCompletion, tokens: Sequence[Sequence[float]]) -> None:
-        """Adds the tokens of a step to a completion: each is a token, or a negative number, and two log-probs."""
+    def _add_tokens(
+        self,
+        running: RunningCompletion,
+        tokens: Sequence[Sequence[float]],
+        top: Sequence[Sequence[Sequence[float]]],
+    ) -> None:
+        """Adds the tokens of a step to a completion: each is a token, or a negative number, and two log-probs.
+
+        `top` are the likeliest tokens at each, if they are known.
+        """
         state = running.state
         for second, _, _ in tokens[1:]:
             state.drafted += 1
             state.accepted += second != NO_TOKEN
-        for token, logprob, sampled_logprob in tokens:
+        for place, (token, logprob, sampled_logprob) in enumerate(tokens):
             if token < 0:
                 running.scheduled_length -= 1
-            elif state.add(int(token), logprob, sampled_logprob):
+                continue
+            if state.prompt.sampling.top_logprobs:
+                likeliest = top[place][: state.prompt.sampling.top_logprobs]
+                state.top_logprobs.append([(int(other), value) for other, value in likeliest])
+            if state.add(int(token), logprob, sampled_logprob):
                 self._remove_finished(running)
                 return
 
@@ -339,8 +354,20 @@ class Scheduler(ABC):
         logits = self._start(joining, indices, prefill_logits)
         self._write_rows(joining.completions, indices)
         settings = self._sampler_settings(joining.completions)
+        self._constrain(joining.completions)
+        self.rows.use_rules = self._has_rules(joining.completions)
         sample_next(logits, indices, self.rows, filtered=self.filtered, settings=settings)
         self._send_results(joining.completions, 1)
+
+    @staticmethod
+    def _has_rules(completions: Sequence[RunningCompletion]) -> bool:
+        return any(running.state.prompt.sampling.has_rules for running in completions)
+
+    def _constrain(self, completions: Sequence[RunningCompletion]) -> None:
+        """Writes to rows which tokens the grammars of completions, whose newest tokens were read, allow next."""
+        masks = {running.row: running.state.grammar.allowed() for running in completions if running.state.grammar}
+        if masks and self.rows.rules is not None:
+            self.rows.rules.allow(self._integers(list(masks)), list(masks.values()))
 
     def _sampler_settings(self, completions: Sequence[RunningCompletion]) -> SamplerSettings | None:
         """Returns the sampler settings of these completions; None if the sampler reads them from their rows."""
@@ -399,9 +426,20 @@ class Scheduler(ABC):
         columns = torch.tensor(settings, dtype=torch.float32).T.contiguous()
         columns[LOG_MIN_P].log_()
         self.rows.settings.index_copy_(1, row_indices, to_device(columns, self.device))
+        if self.rows.rules is None and self._has_rules(joined):
+            self.rows.rules = LogitRules(self.rows.size, vocab, self.rows.tokens_per_step, self.device)
+        if self.rows.rules is not None:
+            self.rows.rules.write(row_indices, [running.state for running in joined])
 
     def _integers(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return to_device(torch.tensor(values, dtype=torch.int64), self.device)
+
+
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    """Returns a copy on the host, which a GPU may still be writing."""
+    if not tensor.is_cuda:
+        return tensor.clone()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def max_stops(completions: Sequence[CompletionState]) -> int:

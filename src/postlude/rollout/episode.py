@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from postlude.data.chat_template import Message
+from postlude.data.thoughts import CHANNEL, answer_text
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task
-from postlude.rollout.thoughts import CHANNEL, answer_text
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from postlude.data.chat import Prompt
+from postlude.data.thoughts import answer_text
 from postlude.pool.worker_pool import CallResult
 from postlude.rollout.coroutine_pool import CoroutinePool
 from postlude.rollout.reward import WAIT_SECONDS, Reward, Scored
 from postlude.rollout.rewards import FailureCounter, Score
-from postlude.rollout.thoughts import answer_text
 from postlude.rollout.verdict import Verdict
 from postlude.serving.clients.connection import ServerConnection, json_or_raise
 from postlude.serving.clients.openai import only_choice

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from postlude.rollout.thoughts import answer_text
-from postlude.rollout.tool_calls import MalformedCall, ParameterTypes, ToolCall, load_format
+from postlude.data.thoughts import answer_text
+from postlude.data.tool_calls import MalformedCall, ParameterTypes, ToolCall, load_format
 from postlude.user_code import load_callable
 
 MAX_RESULT_LENGTH = 4000  # characters

@@ -47,18 +47,33 @@ class OpenAIApp:
             for name, chat in (("completions", False), ("chat/completions", True)):
                 endpoint = self._app.endpoint(self._handler(chat=chat), openai_error)
                 routes.append(Route(f"{prefix}/{name}", endpoint, methods=["POST"]))
-            endpoint = self._app.endpoint(self._models, openai_error)
-            routes.append(Route(f"{prefix}/models", endpoint, methods=["GET"]))
+            for path, read in (("models", self._models), ("models/{name:path}", self._model)):
+                routes.append(Route(f"{prefix}/{path}", self._app.endpoint(read, openai_error), methods=["GET"]))
+            unknown = self._app.endpoint(self._unknown, openai_error)
+            routes.append(Route(f"{prefix}/{{path:path}}", unknown, methods=["GET", "POST", "PUT", "DELETE"]))
         return routes
 
     async def _models(self, _: Request, owner: str) -> Response:
+        return JSONReply({"object": "list", "data": self._list(owner)})
+
+    async def _model(self, request: Request, owner: str) -> Response:
+        name = request.path_params["name"]
+        for model in self._list(owner):
+            if model["id"] == name:
+                return JSONReply(model)
+        raise APIError(404, f"there is no model {name[:200]!r}.")
+
+    async def _unknown(self, request: Request, _: str) -> Response:
+        raise APIError(404, f"{request.method} {request.url.path} is not supported by this server.")
+
+    def _list(self, owner: str) -> list[dict[str, Any]]:
         saved = [
             str(path)
             for path, checkpoint in self._service.state.checkpoints.items()
             if path.kind == "sampler_weights" and checkpoint.owner == owner and not checkpoint.is_expired()
         ]
-        models = [{"id": name, "object": "model", "owned_by": owner} for name in [*self._service.bases, *saved]]
-        return JSONReply({"object": "list", "data": models})
+        names = [*self._service.bases, *saved]
+        return [{"id": name, "object": "model", "created": 0, "owned_by": owner} for name in names]
 
     def _handler(self, *, chat: bool) -> Callable[[Request, str], Any]:
         async def handle(request: Request, owner: str) -> Response:
@@ -175,6 +190,8 @@ class _Generation:
 
         sampling, prompt = request.sampling, np.array(request.prompt, np.int64)
         with bad_request_on_error():
+            if sampling.top_logprobs:
+                raise ValueError("the likeliest tokens are not returned here: ask for log-probs of sampled ones only.")
             tokens = check_prompt(prompt, sampling.max_new_tokens, self.max_length, self.vocab_size)
         return SampleRequest(tokens, replace(sampling, seed=request.seed), request.n)
 
@@ -198,7 +215,7 @@ def _completion(sequence: SampledSequence) -> Completion:
 
 async def _events(first: Any, rest: AsyncGenerator[Any, None]) -> AsyncIterator[bytes]:
     """Yields one server-sent event per chunk. Generation ends with the connection."""
-    from postlude.serving.server.http_server import HTTPError, openai_error_body, server_sent_event
+    from postlude.serving.server.http_server import HTTPError, error_body, server_sent_event
 
     async with contextlib.aclosing(rest):
         try:
@@ -206,12 +223,13 @@ async def _events(first: Any, rest: AsyncGenerator[Any, None]) -> AsyncIterator[
             async for chunk in rest:
                 yield server_sent_event(chunk)
         except HTTPError as error:
-            yield server_sent_event(openai_error_body(error.status, str(error)))
+            yield server_sent_event(error_body(error))
     yield b"data: [DONE]\n\n"
 
 
 def openai_error(error: APIError) -> Response:
     """Returns the reply of a refused request in OpenAI's format."""
-    from postlude.serving.server.http_server import openai_error_body
+    from postlude.serving.server.http_server import HTTPError, error_body
 
-    return JSONReply(openai_error_body(error.status, str(error)), status_code=error.status)
+    code = {401: "invalid_api_key", 404: "model_not_found"}.get(error.status)
+    return JSONReply(error_body(HTTPError(error.status, str(error), code)), status_code=error.status)

@@ -121,7 +121,7 @@ class TinkerService:
     def base(self, name: str) -> BaseModelInfo:
         """Returns a base model."""
         if name not in self.bases:
-            raise APIError(400, f"there is no base model {name[:80]!r} here; there are {', '.join(self.bases)}.")
+            raise APIError(404, f"there is no base model {name[:80]!r} here; there are {', '.join(self.bases)}.")
         return self.bases[name]
 
     def model(self, owner: str, model_id: str) -> TrainedModel:

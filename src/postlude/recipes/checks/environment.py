@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from postlude.data.chat import Encoder
+from postlude.data.tool_calls import load_format
 from postlude.generate.generator import check_draft
 from postlude.recipes.checks.preflight import Check, PreflightInputs, check_vocabulary
 from postlude.recipes.config.environments import EnvironmentSettings, PromptSettings, ToolSettings, TurnSettings
@@ -19,7 +20,6 @@ from postlude.recipes.rollouts.prompts import build_environment, encode_prompt, 
 from postlude.rollout.environments import Environment, is_chat
 from postlude.rollout.episode import AssistantTurn
 from postlude.rollout.tasks import PAGE, Task, Tasks, hold_out
-from postlude.rollout.tool_calls import load_format
 
 
 def evaluation_set_checks(

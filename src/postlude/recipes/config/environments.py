@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from postlude.checks import Positive
+from postlude.data.tool_calls import load_format
 from postlude.pool.worker_pool import PoolFactory
 from postlude.recipes.config.data import DatasetPath
 from postlude.recipes.config.rewards import (
@@ -25,7 +26,6 @@ from postlude.rollout.openenv import OpenEnvServer, OpenEnvTasks
 from postlude.rollout.reward import Weighted, WeightedSum
 from postlude.rollout.rewards import check_reward_signature
 from postlude.rollout.tasks import DatasetTasks, ReasoningGym, Tasks
-from postlude.rollout.tool_calls import load_format
 from postlude.rollout.tools import ToolReply, load_tools, tool_schema
 from postlude.user_code import load_callable
 

@@ -40,6 +40,8 @@ class ServerAPI(ABC):
     """Whether it can read new weights from a directory while it runs."""
     reports_checksum: bool = False
     """Whether it reports the checksum of the weights that it read."""
+    has_logit_rules: bool = False
+    """Whether it samples with penalties, a JSON schema and the likeliest tokens, with log-probs before these."""
     reports_hashes: bool = False
     """Whether it reports a hash of each parameter in its memory."""
     can_receive_weights: bool = False

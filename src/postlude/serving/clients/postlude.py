@@ -8,8 +8,8 @@
     POST /adapters     {name, directory, version} -> the same, after the adapter of peft's files is loaded or replaced;
                        requests whose model is `name` use it
 
-Floats keep every bit. An invalid request gets status 400 and {"error": sentence}. Types are strict: 1.0 is no token id,
-and "ab" is no list of stop strings.
+Floats keep every bit. An invalid request gets status 400 and {"error": {"message": sentence}}. Types are strict: 1.0
+is no token id, and "ab" is no list of stop strings.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class PostludeAPI(ServerAPI):
     name = "postlude"
     can_reload_weights = True
     reports_checksum = True
+    has_logit_rules = True
 
     async def generate(self, send: SendRequest, model: str, request: Request) -> Completion:
         """Returns one completion."""
@@ -111,6 +112,7 @@ def write_completion(completion: Completion) -> dict[str, Any]:
         "text": completion.text,
         "drafted": completion.drafted,
         "accepted": completion.accepted,
+        "top_logprobs": completion.top_logprobs,
         "versions": [list(span) for span in completion.versions],
     }
 
@@ -125,6 +127,7 @@ def read_completion(body: Any) -> Completion:
             sampled_logprobs=sampled,
             drafted=int(body["drafted"]),
             accepted=int(body["accepted"]),
+            top_logprobs=[[(int(token), float(value)) for token, value in place] for place in body["top_logprobs"]],
             versions=tuple(VersionSpan(str(name), int(start), int(end)) for name, start, end in body["versions"]),
         )
     except (KeyError, TypeError, ValueError) as error:

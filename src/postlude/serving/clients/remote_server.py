@@ -225,6 +225,11 @@ class RemoteServer:
         """Returns one completion, with the version of the weights that sampled it if that is known."""
         assert self.model is not None
         version = self.version
+        if request.sampling.has_rules and not self.api.has_logit_rules:
+            raise ValueError(
+                f"a request has penalties, json_schema or top_logprobs, which {self.api.name} is not asked for here. "
+                "Leave them out, or sample with the native generator or postlude serve."
+            )
         try:
             completion = await self.api.generate(
                 self._send, request.adapter or self.default_adapter or self.model, request

@@ -12,6 +12,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from urllib.parse import unquote
 
 import torch
 
@@ -57,25 +58,24 @@ class _Pending:
 
     request: Request
     future: Future[list[Completion]] = field(default_factory=Future)
-    on_progress: Callable[[int, Sequence[int], Sequence[float], Completion | None], None] | None = None
-    """Gets new tokens, in the thread that generates."""
+    on_progress: Callable[..., None] | None = None
+    """Gets new tokens, in the thread that generates: the fields of `Progress` after the first."""
     states: dict[int, CompletionState] = field(default_factory=dict)
     completions: dict[int, Completion] = field(default_factory=dict)
     reported: dict[int, int] = field(default_factory=dict)
     """Tokens of each completion that `on_progress` got."""
 
-    def report(
-        self, index: int, tokens: Sequence[int], logprobs: Sequence[float], completion: Completion | None
-    ) -> None:
+    def report(self, index: int, now: CompletionState | Completion) -> None:
         """Passes new tokens of a completion to `on_progress`."""
-        before = self.reported.get(index, 0)
-        if self.on_progress is not None and (len(tokens) > before or completion is not None):
-            self.reported[index] = len(tokens)
-            self.on_progress(index, tokens[before:], logprobs[before:], completion)
+        before, completion = self.reported.get(index, 0), now if isinstance(now, Completion) else None
+        if self.on_progress is not None and (len(now.tokens) > before or completion is not None):
+            self.reported[index] = len(now.tokens)
+            new = (now.tokens[before:], now.logprobs[before:], completion, now.top_logprobs[before:])
+            self.on_progress(index, *new)
 
     def finish(self, index: int, completion: Completion) -> bool:
         """Adds a completion. Returns whether it was the last."""
-        self.report(index, completion.tokens, completion.logprobs, completion)
+        self.report(index, completion)
         self.completions[index] = completion
         return len(self.completions) == self.request.n
 
@@ -185,12 +185,12 @@ class GenerationServer:
             self._cancel(pending)
 
     def adapter_of(self, name: str | None) -> str | None:
-        """Returns the adapter that a request with this model uses. Raises ValueError for an unknown name."""
+        """Returns the adapter that a request with this model uses. An unknown name is status 404."""
         if name in (None, self.name):
             return None
         if name not in self.generator.adapters.names:
             served = ", ".join(map(repr, (self.name, *self.generator.adapters.names)))
-            raise ValueError(f"model is {name!r}, but {served} is served here.")
+            raise HTTPError(404, f"model is {name!r:.200}, but {served} is served here.", "model_not_found")
         return name
 
     def _submit(self, pending: Sequence[_Pending]) -> Sequence[_Pending]:
@@ -207,6 +207,8 @@ class GenerationServer:
 
     async def _handle(self, request: HTTPRequest) -> Any:
         route = self._routes.get((request.method, request.path))
+        if route is None and request.method == "GET" and request.path.startswith(f"{MODELS}/"):
+            route = self._get_model
         if route is None:
             raise HTTPError(404, f"there is no {request.method} {request.path} here.")
         return await route(request)
@@ -219,6 +221,12 @@ class GenerationServer:
         model = {"id": self.name, "object": "model", "created": 0, "owned_by": OWNER, "max_model_len": max_length}
         adapters = [{**model, "id": name, "parent": self.name} for name in self.generator.adapters.names]
         return {"object": "list", "data": [model, *adapters]}
+
+    async def _get_model(self, request: HTTPRequest) -> Any:
+        name = unquote(request.path.removeprefix(f"{MODELS}/"))
+        self.adapter_of(name)
+        models = (await self._get_models(request))["data"]
+        return next(model for model in models if model["id"] == name)
 
     async def _get_weights(self, _: HTTPRequest) -> Any:
         return vars(self.weights)
@@ -294,7 +302,7 @@ class GenerationServer:
             if pending.on_progress is not None:
                 for index, state in pending.states.items():
                     if index not in pending.completions:
-                        pending.report(index, state.tokens, state.logprobs, None)
+                        pending.report(index, state)
 
     def _add(self, pending: _Pending) -> None:
         try:

@@ -29,11 +29,11 @@ LOG = logging.getLogger("postlude")
 
 
 class HTTPError(Exception):
-    """A status and a sentence for the client."""
+    """A status and a sentence for the client, and OpenAI's `code` for it, if there is one."""
 
-    def __init__(self, status: int, sentence: str) -> None:
+    def __init__(self, status: int, sentence: str, code: str | None = None) -> None:
         super().__init__(sentence)
-        self.status = status
+        self.status, self.code = status, code
 
 
 @contextlib.contextmanager
@@ -105,15 +105,13 @@ class HTTPServer:
 
     async def _serve_one(self, reader: _Reader, writer: asyncio.StreamWriter) -> bool:
         """Replies to one request. Returns whether the connection stays open."""
-        path = ""
         try:
             async with asyncio.timeout(IDLE_TIMEOUT):
                 head = await _read_head(reader)
-                path = head.path
                 self._check(head)
                 body = await reader.readexactly(head.length)
         except HTTPError as error:  # where the next request begins is unknown
-            await _write(writer, error.status, _error_body(path, error), keep_alive=False)
+            await _write(writer, error.status, error_body(error), keep_alive=False)
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(DRAIN_TIMEOUT):
                     while await reader.read(MAX_HEAD):
@@ -137,7 +135,9 @@ class HTTPServer:
             scheme, _, key = head.headers.get("authorization", "").partition(" ")
             matches = hmac.compare_digest(key.strip().encode(errors="replace"), self._key.encode())
             if scheme.lower() != "bearer" or not matches:
-                raise HTTPError(401, "this server needs its key: send the header Authorization: Bearer KEY.")
+                raise HTTPError(
+                    401, "this server needs its key: send the header Authorization: Bearer KEY.", "invalid_api_key"
+                )
         if head.length > self._max_body:
             raise HTTPError(413, f"the request has {head.length} bytes; the most is {self._max_body}.")
 
@@ -149,12 +149,12 @@ class HTTPServer:
                 result = _prepend(await anext(result), result)
             return HTTPStatus.OK, result
         except HTTPError as error:
-            return error.status, _error_body(request.path, error)
+            return error.status, error_body(error)
         except ConnectionError:
             raise
         except Exception as error:
             LOG.exception("%s %s failed", request.method, request.path)
-            return 500, _error_body(request.path, HTTPError(500, f"the request failed: {error!r}."))
+            return 500, error_body(HTTPError(500, f"the request failed: {error!r}."))
 
 
 class _Reader(asyncio.StreamReader):
@@ -229,15 +229,10 @@ async def _read_head(reader: asyncio.StreamReader) -> _Head:
     return _Head(words[0], words[1].partition("?")[0], words[2], headers, int(length))
 
 
-def _error_body(path: str, error: HTTPError) -> dict[str, Any]:
-    """Returns the body of an error; under /v1/ in OpenAI's format."""
-    return openai_error_body(error.status, str(error)) if path.startswith("/v1/") else {"error": str(error)}
-
-
-def openai_error_body(status: int, sentence: str) -> dict[str, Any]:
+def error_body(error: HTTPError) -> dict[str, Any]:
     """Returns the body of an error in OpenAI's format."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": sentence, "type": kind, "param": None, "code": None}}
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
 
 
 def server_sent_event(value: Any) -> bytes:
@@ -274,5 +269,5 @@ async def _write_events(writer: asyncio.StreamWriter, values: AsyncGenerator[Any
                 await writer.drain()
         writer.write(b"data: [DONE]\n\n")
     except HTTPError as error:
-        writer.write(server_sent_event(_error_body("/v1/", error)))
+        writer.write(server_sent_event(error_body(error)))
     await writer.drain()

@@ -1,7 +1,6 @@
 """OpenAI's /v1/completions and /v1/chat/completions.
 
-Log-probs are those of `Completion.logprobs`: of the sampled token, at the sampling temperature. An unsupported field is
-refused with a sentence, unless its value requests nothing.
+Log-probs are those of `Completion.logprobs`: of the sampled token, at the sampling temperature.
 """
 
 from __future__ import annotations
@@ -9,54 +8,43 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import secrets
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
-
-from pydantic import BaseModel, ConfigDict, Field
+from functools import cached_property
+from typing import Any, Protocol
 
 from postlude.data.chat import Encoder
+from postlude.data.chat_template import ChatTemplate
 from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.data.thoughts import answer_text
+from postlude.data.token_bytes import TokenBytes
+from postlude.data.tool_calls import (
+    MalformedCall,
+    ParameterTypes,
+    ToolCall,
+    ToolCallFormat,
+    detect_format,
+)
 from postlude.generate.protocol import Completion, Progress, Request
-from postlude.generate.sampling_params import SamplingParams
 from postlude.generate.text_stream import TextStream
-from postlude.serving.request_body import Texts, TokenLists, Tokens, parse
+from postlude.serving.request_body import parse
 from postlude.serving.server.http_server import HTTPError, HTTPRequest, bad_request_on_error
+from postlude.serving.server.openai_bodies import ChatBody, CommonBody, CompletionsBody, parameter_types
 
 COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
 MAX_CHOICES = 1024  # completions of one request
 MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON does not have
-NO_EFFECT: Mapping[str, tuple[Any, ...]] = {  # values of unsupported fields that ask for nothing
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "functions": ([],),
-    "logit_bias": ({},),
-    "metadata": ({},),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "suffix": ("",),
-    "tool_choice": ("none",),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "tool_calls": ([],),
-    "annotations": ([],),
-}
 
 
 class CompletionBackend(Protocol):
     """Generates completions for the routes."""
 
     def adapter_of(self, name: str | None) -> str | None:
-        """Returns the adapter that a request with this model uses. Raises ValueError for an unknown name."""
+        """Returns the adapter that a request with this model uses. An unknown name is status 404."""
 
     async def generate(self, requests: Sequence[Request], is_gone: Callable[[], bool]) -> list[list[Completion]]:
         """Returns the completions of each request."""
@@ -65,94 +53,34 @@ class CompletionBackend(Protocol):
         """Yields their tokens as they come."""
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+@dataclass(frozen=True)
+class _Tokens:
+    """Tokens of a completion, their log-probs, and the likeliest ones at their places, if they are asked for."""
 
-    def check_extra(self, prefix: str = "") -> None:
-        """Refuses unsupported fields, unless they ask for nothing."""
-        for name, value in (self.model_extra or {}).items():
-            if value is not None and value not in NO_EFFECT.get(name, ()):
-                known = ", ".join(type(self).model_fields)
-                raise ValueError(f"{prefix}{name} is {value!r:.60}, which is not supported; there are {known}.")
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    top: Sequence[Sequence[tuple[int, float]]]
 
 
-class _StreamOptions(_Body):
-    include_usage: bool = False
+@dataclass(frozen=True)
+class _Tools:
+    """The tools of a request."""
 
+    format: ToolCallFormat
+    types: ParameterTypes
+    parallel: bool
+    """Whether a completion may have several calls."""
 
-class _Common(_Body):
-    model: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    n: int | None = None
-    stop: Annotated[str | tuple[str, ...] | None, Field(description="text, or a list of texts")] = None
-    seed: int | None = None
-    stream: bool | None = None
-    stream_options: _StreamOptions | None = None
-    user: str | None = None
-    """Accepted and ignored."""
-    # vLLM's additional fields
-    top_k: int | None = None
-    min_p: float | None = None
-    stop_token_ids: tuple[int, ...] | None = None
-    ignore_eos: bool | None = None
-
-    def sampling(self, max_new_tokens: int) -> SamplingParams:
-        """Returns the sampling parameters. Without a seed, each request gets a random one."""
-        values: dict[str, Any] = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": 0 if self.top_k == -1 else self.top_k,
-            "min_p": self.min_p,
-            "stop": (self.stop,) if isinstance(self.stop, str) else self.stop,
-            "stop_tokens": self.stop_token_ids,
-            "ignore_eos": self.ignore_eos,
-            "seed": secrets.randbits(48) if self.seed is None else self.seed,
-            "max_new_tokens": max_new_tokens,
-        }
-        return SamplingParams(**{name: value for name, value in values.items() if value is not None})
-
-
-class CompletionsBody(_Common):
-    """The body of a request to COMPLETIONS."""
-
-    prompt: Annotated[str | Texts | Tokens | TokenLists, Field(description="text, token ids, or a list of either")]
-    logprobs: int | None = None
-
-
-class _TextPart(_Body):
-    type: str
-    text: str
-
-
-class _Message(_Body):
-    role: str
-    content: Annotated[str | tuple[_TextPart, ...] | None, Field(description="text, or a list of parts of text")] = None
-
-    def plain(self, index: int) -> dict[str, str]:
-        """Returns the message as a chat template takes it."""
-        prefix = f"messages.{index}."
-        self.check_extra(prefix)
-        if self.content is None:
-            raise ValueError(f"{prefix}content is missing: give text.")
-        if isinstance(self.content, str):
-            return {"role": self.role, "content": self.content}
-        for part in self.content:
-            part.check_extra(f"{prefix}content.")
-            if part.type != "text":
-                raise ValueError(f"{prefix}content has a part of type {part.type!r}, but only text is supported.")
-        return {"role": self.role, "content": "".join(part.text for part in self.content)}
-
-
-class ChatBody(_Common):
-    """The body of a request to CHAT."""
-
-    messages: tuple[_Message, ...]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Passed to the chat template, such as enable_thinking; vLLM's field."""
+    def read(self, text: str) -> tuple[str | None, list[dict[str, Any]]]:
+        """Returns the text of a completion before its calls, and these; no calls if one of them cannot be read."""
+        answer = answer_text(text)
+        calls = self.format.parse(answer, self.types)
+        if any(isinstance(call, MalformedCall) for call in calls):
+            return None, []
+        reasoning = text.removesuffix(answer) if text.endswith(answer) else ""
+        before = (reasoning + self.format.text_before_calls(answer)).strip()
+        kept = calls if self.parallel else calls[:1]
+        return before or None, [_call_body(call) for call in kept if isinstance(call, ToolCall)]
 
 
 @dataclass(frozen=True)
@@ -167,6 +95,7 @@ class _Call:
     """Whether a stream ends with the number of tokens."""
     identity: str
     created: int
+    tools: _Tools | None
 
 
 class OpenAIRoutes:
@@ -182,12 +111,7 @@ class OpenAIRoutes:
         with bad_request_on_error():
             body = parse(CompletionsBody, request.body)
             self._check(body)
-            if body.logprobs:
-                raise ValueError(
-                    f"logprobs is {body.logprobs}, but only the log-probs of sampled tokens are known. Give 0 for "
-                    "those."
-                )
-            sampling = body.sampling(16 if body.max_tokens is None else body.max_tokens)
+            sampling = body.sampling(16 if body.max_tokens is None else body.max_tokens, body.logprobs or 0)
             single = isinstance(body.prompt, str) or (body.prompt and isinstance(body.prompt[0], int))
             prompts: list[Any] = [body.prompt] if single else list(body.prompt)
             n = self._count(body, len(prompts))
@@ -210,19 +134,36 @@ class OpenAIRoutes:
                 raise ValueError(
                     "max_tokens and max_completion_tokens are both given; they are two names of one limit."
                 )
+            if body.top_logprobs and not body.logprobs:
+                raise ValueError(f"top_logprobs is {body.top_logprobs}, which needs logprobs: true.")
             if not body.messages:
                 raise ValueError("messages is []: give at least one message.")
             messages = [message.plain(index) for index, message in enumerate(body.messages)]
-            n = self._count(body, 1)
-        tokens = await self._encode(messages, body.chat_template_kwargs or {})
+            n, declared = self._count(body, 1), body.plain_tools()
+        tokens = await self._encode(messages, body.chat_template_kwargs or {}, declared)
         limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         with bad_request_on_error():
             room = max(1, self.max_length - len(tokens))  # the generator refuses a prompt that leaves no room
-            sampling, adapter = body.sampling(room if limit is None else limit), self.backend.adapter_of(body.model)
+            sampling = body.sampling(room if limit is None else limit, body.top_logprobs or 0)
+            adapter = self.backend.adapter_of(body.model)
             generation = Request(tuple(tokens), sampling, n=n, adapter=adapter)
-        return await self._reply(self._call([generation], body, chat=True, logprobs=bool(body.logprobs)), request)
+            tools = None
+            if declared:
+                tools = _Tools(self._tool_format, parameter_types(declared), body.parallel_tool_calls is not False)
+        call = self._call([generation], body, chat=True, logprobs=bool(body.logprobs), tools=tools)
+        return await self._reply(call, request)
 
-    def _check(self, body: _Common) -> None:
+    @cached_property
+    def _tool_format(self) -> ToolCallFormat:
+        assert self._tokenizer is not None
+        return detect_format(ChatTemplate(self._tokenizer, {}))
+
+    @cached_property
+    def _token_bytes(self) -> TokenBytes:
+        assert self._tokenizer is not None
+        return TokenBytes(self._tokenizer)
+
+    def _check(self, body: CommonBody) -> None:
         body.check_extra()
         if body.stream_options is not None:
             body.stream_options.check_extra("stream_options.")
@@ -230,7 +171,7 @@ class OpenAIRoutes:
         if self._tokenizer is None:
             raise ValueError("this server has no tokenizer; send token ids to /generate.")
 
-    def _count(self, body: _Common, prompts: int) -> int:
+    def _count(self, body: CommonBody, prompts: int) -> int:
         n = 1 if body.n is None else body.n
         if n < 1 or not 1 <= prompts * n <= MAX_CHOICES:
             raise ValueError(
@@ -238,19 +179,32 @@ class OpenAIRoutes:
             )
         return n
 
-    def _call(self, requests: Sequence[Request], body: _Common, *, chat: bool, logprobs: bool) -> _Call:
+    def _call(
+        self,
+        requests: Sequence[Request],
+        body: CommonBody,
+        *,
+        chat: bool,
+        logprobs: bool,
+        tools: _Tools | None = None,
+    ) -> _Call:
         usage = body.stream_options is not None and body.stream_options.include_usage
         identity = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
-        return _Call(requests, chat, logprobs, bool(body.stream), usage, identity, int(time.time()))
+        return _Call(requests, chat, logprobs, bool(body.stream), usage, identity, int(time.time()), tools)
 
-    async def _encode(self, prompt: str | list[dict[str, str]], options: Mapping[str, Any] | None = None) -> list[int]:
+    async def _encode(
+        self,
+        prompt: str | list[dict[str, Any]],
+        options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
         """Returns the tokens of a prompt. A thread encodes it, so that a long prompt does not block the event loop."""
         assert self._tokenizer is not None
         encoder = Encoder(tokenizer=self._tokenizer, options=options or {})
 
         def encode() -> list[int]:
             with self._encoding:
-                return encoder.prompt(prompt)
+                return encoder.prompt(prompt, tools=list(tools))
 
         try:
             return await asyncio.to_thread(encode)
@@ -264,14 +218,27 @@ class OpenAIRoutes:
         completions = [completion for group in groups for completion in group]
         choices = []
         for index, completion in enumerate(completions):
-            message = {"role": "assistant", "content": completion.text, "refusal": None}
-            content = {"message": message} if call.chat else {"text": completion.text}
-            choices.append(
-                self._choice(call, index, content, completion.tokens, completion.logprobs, completion.finish_reason)
-            )
+            text, calls, reason = self._read(call, completion)
+            message = {"role": "assistant", "content": text, "refusal": None} | ({"tool_calls": calls} if calls else {})
+            content = {"message": message} if call.chat else {"text": text}
+            tokens = _Tokens(completion.tokens, completion.logprobs, completion.top_logprobs)
+            choices.append(self._choice(call, index, content, tokens, reason))
         total = sum(len(completion.tokens) for completion in completions)
         kind = "chat.completion" if call.chat else "text_completion"
         return self._body(call, kind, choices) | {"usage": _usage(call, total)}
+
+    def _read(self, call: _Call, completion: Completion) -> tuple[str | None, list[dict[str, Any]], str]:
+        """Returns the text of a completion, its tool calls, and why it ended."""
+        assert self._tokenizer is not None
+        if call.tools is not None:
+            text = completion.text or ""
+            if not call.requests[0].sampling.stop:  # a format may have special tokens, which the text lacks
+                written = completion.tokens[:-1] if completion.finish_reason == "stop" else completion.tokens
+                text = self._tokenizer.decode(written, skip_special_tokens=False)
+            before, calls = call.tools.read(text)
+            if calls:
+                return before, calls, "tool_calls" if completion.finish_reason == "stop" else completion.finish_reason
+        return completion.text, [], completion.finish_reason
 
     async def _events(self, call: _Call, request: HTTPRequest) -> AsyncGenerator[Any, None]:
         """Yields a chunk for each piece of text, a last one for each completion, and then the usage, if requested."""
@@ -279,26 +246,36 @@ class OpenAIRoutes:
         stops = call.requests[0].sampling.stop
         n, total = call.requests[0].n, 0
         texts = [TextStream(self._tokenizer, stops) for _ in range(n * len(call.requests))]
-        unsent: list[tuple[list[int], list[float]]] = [([], []) for _ in texts]  # tokens without their text yet
+        unsent = [_Tokens([], [], []) for _ in texts]  # tokens without their text yet
         if call.chat:
             for index in range(len(texts)):
                 delta = {"delta": {"role": "assistant", "content": ""}}
-                yield self._chunk(call, [self._choice(call, index, delta, [], [], None)])
+                yield self._chunk(call, [self._choice(call, index, delta, _Tokens([], [], []), None)])
         async with contextlib.aclosing(self.backend.stream(call.requests, request.is_gone)) as stream:
             async for progress in stream:
                 index = progress.request_index * n + progress.index
                 total += len(progress.tokens)
-                unsent[index][0].extend(progress.tokens)
-                unsent[index][1].extend(progress.logprobs)
-                text, reason = None, None
+                new = unsent[index]
+                unsent[index] = _Tokens(
+                    [*new.ids, *progress.tokens],
+                    [*new.logprobs, *progress.logprobs],
+                    [*new.top, *progress.top_logprobs],
+                )
+                text: str | None = None
+                calls: list[dict[str, Any]] = []
+                reason: str | None = None
                 if progress.completion is not None:
-                    text, reason = progress.completion.text, progress.completion.finish_reason
-                piece = texts[index].add(progress.tokens, text)
+                    text, calls, reason = self._read(call, progress.completion)
+                elif call.tools is not None:
+                    continue  # what begins a call is known when it is whole
+                piece = text if calls else texts[index].add(progress.tokens, text)
                 if not piece and progress.completion is None:
                     continue
-                content = {"delta": {"content": piece}} if call.chat else {"text": piece}
-                yield self._chunk(call, [self._choice(call, index, content, *unsent[index], reason)])
-                unsent[index] = ([], [])
+                numbered = [{"index": place, **each} for place, each in enumerate(calls)]
+                change = {"content": piece} | ({"tool_calls": numbered} if calls else {})
+                content = {"delta": change} if call.chat else {"text": piece}
+                yield self._chunk(call, [self._choice(call, index, content, unsent[index], reason)])
+                unsent[index] = _Tokens([], [], [])
         if call.usage:
             yield self._chunk(call, []) | {"usage": _usage(call, total)}
 
@@ -307,11 +284,10 @@ class OpenAIRoutes:
         call: _Call,
         index: int,
         content: Mapping[str, Any],
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
+        tokens: _Tokens,
         reason: str | None,
     ) -> dict[str, Any]:
-        stated = self._logprobs(tokens, logprobs, chat=call.chat) if call.logprobs else None
+        stated = self._logprobs(tokens, chat=call.chat) if call.logprobs else None
         return {"index": index, **content, "logprobs": stated, "finish_reason": reason}
 
     def _chunk(self, call: _Call, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -321,18 +297,31 @@ class OpenAIRoutes:
     def _body(self, call: _Call, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": call.identity, "object": kind, "created": call.created, "model": self.name, "choices": choices}
 
-    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float], *, chat: bool) -> dict[str, Any]:
-        assert self._tokenizer is not None
-        texts = [self._tokenizer.decode([token]) for token in tokens]
-        values = [max(logprob, MIN_LOGPROB) for logprob in logprobs]
+    def _logprobs(self, tokens: _Tokens, *, chat: bool) -> dict[str, Any]:
+        texts = [self._token_bytes.text(token) for token in tokens.ids]
         if chat:
             entries = [
-                {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, value in zip(texts, values, strict=True)
+                self._token(token, value) | {"top_logprobs": [self._token(*other) for other in top]}
+                for token, value, top in zip(
+                    tokens.ids, tokens.logprobs, tokens.top or [()] * len(tokens.ids), strict=True
+                )
             ]
             return {"content": entries, "refusal": None}
+        values = [max(logprob, MIN_LOGPROB) for logprob in tokens.logprobs]
+        top = [
+            {self._token_bytes.text(other): max(value, MIN_LOGPROB) for other, value in place} for place in tokens.top
+        ]
         offsets = [0, *itertools.accumulate(map(len, texts))][: len(texts)]
-        return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": top or None, "text_offset": offsets}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text, value = self._token_bytes.text(token), self._token_bytes.of(token)
+        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(value)}
+
+
+def _call_body(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
 def _usage(call: _Call, completion_tokens: int) -> dict[str, int]:

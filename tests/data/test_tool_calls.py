@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from postlude.rollout.tool_calls import FORMATS, Hermes, Llama3, MalformedCall, Qwen3Coder, ToolCall, load_format
+from postlude import load_tokenizer
+from postlude.data.chat_template import ChatTemplate
+from postlude.data.tool_calls import (
+    FORMATS,
+    Hermes,
+    Llama3,
+    MalformedCall,
+    Qwen3Coder,
+    ToolCall,
+    detect_format,
+    load_format,
+)
 from postlude.rollout.tools import ToolReply, parameter_types
 
 TYPES = {
@@ -96,7 +107,7 @@ def test_qwen3_coder_names_a_parameter_of_another_type(key: str, text: str) -> N
 
 
 FILE = """
-from postlude.rollout.tool_calls import ToolCall, ToolCallFormat
+from postlude.data.tool_calls import ToolCall, ToolCallFormat
 
 
 def add(a: int, b: int | None = 1) -> int:
@@ -143,3 +154,27 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "count.py").write_text("def count():\n    return 3\n")
     with pytest.raises(ValueError, match="makes a int, but a tool-call format is a ToolCallFormat"):
         load_format(f"{tmp_path / 'count.py'}:count")
+
+
+WRITTEN = {
+    Hermes: '<tool_call>{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}</tool_call>',
+    Llama3: '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}',
+    Qwen3Coder: "<function={{ f.name }}>{% for key, value in f.arguments.items() %}<parameter={{ key }}>{{ value }}"
+    "</parameter>{% endfor %}</function>",
+    None: "CALL {{ f.name }}",
+}
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_format_is_that_in_which_the_template_writes_calls(kind: type | None) -> None:
+    tokenizer = load_tokenizer("tiny-dense")
+    tokenizer.chat_template = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}[{{ message.role }}]"
+        "{{ message.content or '' }}{% for call in message.tool_calls or [] %}{% set f = call.function %}"
+        f"{WRITTEN[kind]}{{% endfor %}}{{% endfor %}}{{% if add_generation_prompt %}}[assistant]{{% endif %}}"
+    )
+    if kind is None:
+        with pytest.raises(ValueError, match="not known here"):
+            detect_format(ChatTemplate(tokenizer, {}))
+    else:
+        assert type(detect_format(ChatTemplate(tokenizer, {}))) is kind

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
+from postlude.data.chat_template import CALL, NAME, QUESTION, TOOL, ChatTemplate, EncodingError
+from postlude.data.thoughts import answer_text
 from postlude.user_code import load_callable
 
 ParameterTypes: TypeAlias = Mapping[str, Mapping[str, str]]
@@ -39,10 +41,17 @@ class ToolCallFormat(ABC):
 
     form: ClassVar[str]
     """How a call is written, for messages to models and users."""
+    openings: ClassVar[tuple[str, ...]] = ()
+    """What a call may begin with; without any, a completion with calls has no other text."""
 
     @abstractmethod
     def parse(self, completion: str, types: ParameterTypes) -> list[ToolCall | MalformedCall]:
         """Returns the calls of a completion without its reasoning. `types` are those of the tools' parameters."""
+
+    def text_before_calls(self, completion: str) -> str:
+        """Returns the text of a completion that has calls, up to the first of them."""
+        starts = [completion.find(opening) for opening in self.openings if opening in completion]
+        return completion[: min(starts, default=0)]
 
     def _malformed(self, reason: str = "") -> MalformedCall:
         return MalformedCall(f"a call is {self.form}{reason}")
@@ -61,6 +70,7 @@ class Hermes(ToolCallFormat):
     """JSON in tags, as Hermes, Qwen2.5, Qwen3 and many others write it. The last tag may lack its end."""
 
     form = '{"name": "...", "arguments": {...}}'
+    openings = ("<tool_call>",)
     CALL: ClassVar = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
     def parse(self, completion: str, types: ParameterTypes) -> list[ToolCall | MalformedCall]:
@@ -83,6 +93,7 @@ class Llama3(ToolCallFormat):
 
     form = '{"name": "...", "parameters": {...}}'
     TAG: ClassVar = "<|python_tag|>"
+    openings = (TAG,)
     ENDS: ClassVar = re.compile(r"(?:<\|eom_id\|>|<\|eot_id\|>|\s)+\Z")
     START: ClassVar = re.compile(r'\s*\{\s*"name"\s*:\s*"')
 
@@ -116,6 +127,7 @@ class Qwen3Coder(ToolCallFormat):
     """
 
     form = "<function=name><parameter=key>value</parameter></function>"
+    openings = ("<tool_call>", "<function=")
     FUNCTION: ClassVar = re.compile(r"<function=(.*?)(</function>|(?=<function=)|\Z)", re.DOTALL)
     PARAMETER: ClassVar = re.compile(r"<parameter=([^>]*)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
     OUTER: ClassVar = re.compile(r"<tool_call>(?:(?!<tool_call>).)*?(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
@@ -177,3 +189,21 @@ def load_format(name: str) -> ToolCallFormat:
     if not isinstance(instance, ToolCallFormat):
         raise ValueError(f"{name} makes a {type(instance).__name__}, but a tool-call format is a ToolCallFormat.")
     return instance
+
+
+def detect_format(template: ChatTemplate) -> ToolCallFormat:
+    """Returns the format in which a chat template writes calls. Raises ValueError if it is none of `FORMATS`."""
+    try:
+        tools = template.checked_tools([TOOL], "the request")
+        messages = template.checked([QUESTION, {"role": "assistant", "tool_calls": [CALL]}], "the request", tools)
+        turn = template.turn(messages, 1, tools)
+    except EncodingError as error:
+        raise ValueError(f"tools: {error}") from error
+    written = answer_text(turn[1]) if turn is not None else ""
+    for kind in FORMATS.values():
+        if kind().parse(written, {NAME: {"probe": "integer"}}) == [ToolCall(NAME, {"probe": 1})]:
+            return kind()
+    raise ValueError(
+        f"tools: the model's chat template writes calls in a format that is not known here ({written.strip()[:80]!r}); "
+        f"there are {', '.join(FORMATS)}."
+    )

@@ -1,0 +1,242 @@
+"""The bodies of requests to OpenAI's routes. An unsupported field is refused, unless its value requests nothing."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from postlude.data.tool_calls import ParameterTypes
+from postlude.generate.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from postlude.serving.request_body import Texts, TokenLists, Tokens
+
+MAX_TOOLS = 128
+JSON_TYPES = ("integer", "number", "boolean", "array", "object")
+NO_EFFECT: Mapping[str, tuple[Any, ...]] = {  # values of unsupported fields that ask for nothing
+    "best_of": (1,),
+    "echo": (False,),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "annotations": ([],),
+}
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+
+    def check_extra(self, prefix: str = "") -> None:
+        """Refuses unsupported fields, unless they ask for nothing."""
+        for name, value in (self.model_extra or {}).items():
+            if value is not None and value not in NO_EFFECT.get(name, ()):
+                known = ", ".join(type(self).model_fields)
+                raise ValueError(f"{prefix}{name} is {value!r:.60}, which is not supported; there are {known}.")
+
+
+class _StreamOptions(_Body):
+    include_usage: bool = False
+
+
+class _JSONSchema(_Body):
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema", description="a JSON schema")] = None
+    strict: bool | None = None
+    """Accepted and ignored: the schema always holds."""
+
+
+class _ResponseFormat(_Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JSONSchema | None = None
+
+    def schema_text(self) -> str | None:
+        """Returns the JSON schema that a completion must have; None for text."""
+        self.check_extra("response_format.")
+        if self.type == "json_object":
+            return json.dumps({"type": "object"})
+        if self.type == "text":
+            return None
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            raise ValueError("response_format.json_schema.schema is missing: give a JSON schema.")
+        self.json_schema.check_extra("response_format.json_schema.")
+        return json.dumps(self.json_schema.schema_)
+
+
+class CommonBody(_Body):
+    """What requests to both routes have."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: Annotated[str | tuple[str, ...] | None, Field(description="text, or a list of texts")] = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    response_format: _ResponseFormat | None = None
+    user: str | None = None
+    """Accepted and ignored."""
+    # vLLM's additional fields
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    ignore_eos: bool | None = None
+
+    def sampling(self, max_new_tokens: int, top_logprobs: int) -> SamplingParams:
+        """Returns the sampling parameters. Without a seed, each request gets a random one."""
+        values: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": 0 if self.top_k == -1 else self.top_k,
+            "min_p": self.min_p,
+            "stop": (self.stop,) if isinstance(self.stop, str) else self.stop,
+            "stop_tokens": self.stop_token_ids,
+            "ignore_eos": self.ignore_eos,
+            "seed": secrets.randbits(48) if self.seed is None else self.seed,
+            "max_new_tokens": max_new_tokens,
+            "top_logprobs": top_logprobs,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "json_schema": None if self.response_format is None else self.response_format.schema_text(),
+        }
+        return SamplingParams(**{name: value for name, value in values.items() if value is not None})
+
+
+class CompletionsBody(CommonBody):
+    """The body of a request to COMPLETIONS."""
+
+    prompt: Annotated[str | Texts | Tokens | TokenLists, Field(description="text, token ids, or a list of either")]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+
+class _TextPart(_Body):
+    type: str
+    text: str
+
+
+class _CalledFunction(_Body):
+    name: str
+    arguments: str = "{}"
+    """A JSON object, as text."""
+
+
+class _ToolCall(_Body):
+    function: _CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+    """Of a streamed call."""
+
+    def plain(self, prefix: str) -> dict[str, Any]:
+        """Returns the call as a chat template takes it: with its arguments as an object."""
+        self.check_extra(prefix)
+        self.function.check_extra(f"{prefix}function.")
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise ValueError(f"{prefix}function.arguments is {self.function.arguments!r:.60}: give a JSON object.")
+        identity = {} if self.id is None else {"id": self.id}
+        return {"type": "function", "function": {"name": self.function.name, "arguments": arguments}} | identity
+
+
+class _Message(_Body):
+    role: str
+    content: Annotated[str | tuple[_TextPart, ...] | None, Field(description="text, or a list of parts of text")] = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[tuple[_ToolCall, ...], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = None
+
+    def plain(self, index: int) -> dict[str, Any]:
+        """Returns the message as a chat template takes it."""
+        prefix = f"messages.{index}."
+        self.check_extra(prefix)
+        if self.content is None and not self.tool_calls:
+            raise ValueError(f"{prefix}content is missing: give text.")
+        parts = () if self.content is None or isinstance(self.content, str) else self.content
+        for part in parts:
+            part.check_extra(f"{prefix}content.")
+            if part.type != "text":
+                raise ValueError(f"{prefix}content has a part of type {part.type!r}, but only text is supported.")
+        content = "".join(part.text for part in parts) if parts else self.content
+        message: dict[str, Any] = {"role": self.role, "content": content}
+        for name in ("name", "reasoning_content", "tool_call_id"):
+            if getattr(self, name) is not None:
+                message[name] = getattr(self, name)
+        if self.tool_calls:
+            calls = enumerate(self.tool_calls)
+            message["tool_calls"] = [call.plain(f"{prefix}tool_calls.{place}.") for place, call in calls]
+        return message
+
+
+class _Function(_Body):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of an object."""
+    strict: bool | None = None
+
+
+class _Tool(_Body):
+    type: Literal["function"]
+    function: _Function
+
+    def plain(self, prefix: str) -> dict[str, Any]:
+        """Returns the tool as a chat template takes it."""
+        self.check_extra(prefix)
+        self.function.check_extra(f"{prefix}function.")
+        if self.function.strict:
+            raise ValueError(f"{prefix}function.strict is true, but calls are not restricted to the schema: leave it.")
+        schema = self.function.parameters or {"type": "object", "properties": {}}
+        function = {"name": self.function.name, "description": self.function.description or "", "parameters": schema}
+        return {"type": "function", "function": function}
+
+
+class ChatBody(CommonBody):
+    """The body of a request to CHAT."""
+
+    messages: tuple[_Message, ...]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    tools: Annotated[tuple[_Tool, ...], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Passed to the chat template, such as enable_thinking; vLLM's field."""
+
+    def plain_tools(self) -> list[dict[str, Any]]:
+        """Returns the tools as a chat template takes them; none with tool_choice "none"."""
+        if self.tool_choice not in (None, "auto", "none"):
+            raise ValueError(
+                f'tool_choice is {self.tool_choice!r:.60}, but a call cannot be forced here: give "auto" or "none".'
+            )
+        tools = [tool.plain(f"tools.{place}.") for place, tool in enumerate(self.tools or ())]
+        return [] if self.tool_choice == "none" else tools
+
+
+def parameter_types(tools: list[dict[str, Any]]) -> ParameterTypes:
+    """Returns the JSON type of each parameter of each tool; "string" for one that has none or several."""
+    types: dict[str, dict[str, str]] = {}
+    for tool in tools:
+        properties = tool["function"]["parameters"].get("properties")
+        named = properties.items() if isinstance(properties, dict) else ()
+        kinds = {name: schema.get("type") if isinstance(schema, dict) else None for name, schema in named}
+        types[tool["function"]["name"]] = {
+            name: kind if kind in JSON_TYPES else "string" for name, kind in kinds.items()
+        }
+    return types
