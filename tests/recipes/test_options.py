@@ -388,7 +388,7 @@ TESTED_ELSEWHERE = {
     "environment.unfinished_reward": "test_grpo.py: test_a_conversation",
     "environment.keep_reasoning": "tests/data/test_chat.py",
     "environment.tools": "tests/rollout/test_tools.py",
-    "environment.format": "tests/rollout/test_tool_calls.py",
+    "environment.format": "tests/data/test_tool_calls.py",
     "environment.episode": "test_turns.py: test_episodes_and_servers_are_chosen_in_a_config",
     "environment.address": "test_turns.py: test_episodes_and_servers_are_chosen_in_a_config",
     "environment.action": "tests/rollout/test_async_environment.py",

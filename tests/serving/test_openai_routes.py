@@ -186,7 +186,7 @@ def test_streamed_completion_equals_the_completion(url: str) -> None:
         ("completions", {"prompt": "a", "n": 10**9}, "give from 1 to 1024 completions in all"),
         ("completions", {"prompt": "a", "n": 0}, "give from 1 to 1024 completions in all"),
         ("completions", {"prompt": "a", "logprobs": 21}, "logprobs is 21: Input should be less than or equal to 20"),
-        ("completions", {"prompt": "a", "echo": True}, "echo is True, which is not supported"),
+        ("completions", {"prompt": "a", "echo": True, "logprobs": 1}, "the log-probs of a prompt are not computed"),
         ("completions", {"prompt": "a", "frequency_penalty": 3}, "frequency_penalty=3.0: give a number from -2 to 2"),
         ("completions", {"prompt": "a", "logit_bias": {"1": 5}}, "logit_bias is {'1': 5}, which is not supported"),
         ("completions", {"prompt": "a", "stop": 5}, "stop is 5: give text, or a list of texts."),
@@ -194,6 +194,8 @@ def test_streamed_completion_equals_the_completion(url: str) -> None:
         ("completions", {"prompt": "a", "max_tokens": 9999}, "max_batch_tokens is 192"),
         ("completions", {"prompt": "a", "stream": True, "max_tokens": 9999}, "max_batch_tokens is 192"),
         ("completions", {"prompt": [[]]}, "the prompt is empty"),
+        ("completions", {"prompt": "a", "echo": True, "stream": True, "max_tokens": 9999}, "max_batch_tokens is 192"),
+        ("chat/completions", {"messages": MESSAGES, "stream": True, "max_tokens": 9999}, "max_batch_tokens is 192"),
         ("chat/completions", {"messages": []}, "give at least one message"),
         ("chat/completions", {"messages": "hi"}, "messages is 'hi': give a list."),
         ("chat/completions", {"messages": [{"role": "user"}]}, "messages.0.content is missing"),
@@ -355,6 +357,20 @@ def test_logprobs_have_the_bytes_of_parts_of_characters(url: str) -> None:
     written = b"".join(bytes(entry["bytes"]) for entry in entries if not entry["token"].startswith("<|"))
     assert written.decode(errors="replace") == choice["message"]["content"]
     assert any(entry["token"].startswith("bytes:\\x") for entry in entries)
+
+
+@pytest.mark.parametrize("prompt", [["Once", "Twice"], [79, 110]])
+def test_echo_puts_the_prompt_before_each_completion(url: str, prompt: Any) -> None:
+    body = {"prompt": prompt, "max_tokens": 6, "seed": 3, "n": 2}
+    prompts = ["On"] if prompt == [79, 110] else prompt
+    alone = [choice["text"] for choice in request_json(f"{url}/v1/completions", body)[1]["choices"]]
+    expected = [prompts[index // 2] + text for index, text in enumerate(alone)]
+    choices = request_json(f"{url}/v1/completions", body | {"echo": True})[1]["choices"]
+    assert [choice["text"] for choice in choices] == expected
+    streamed = [""] * len(expected)
+    for chunk in stream_chunks(f"{url}/v1/completions", body | {"echo": True, "stream": True}):
+        streamed[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert streamed == expected
 
 
 def test_penalties_are_those_of_the_generator(url: str) -> None:

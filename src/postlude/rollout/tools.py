@@ -1,7 +1,7 @@
 """Tools: functions of the user that a model calls.
 
-`tool_calls.py` has the formats in which a completion writes a call. The model reads what the function returns, or the
-error it raises, as a message of the role "tool". A completion without a call is scored. Calls inside
+`data/tool_calls.py` has the formats in which a completion writes a call. The model reads what the function returns, or
+the error it raises, as a message of the role "tool". A completion without a call is scored. Calls inside
 <think>...</think> are ignored.
 """
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from postlude.rollout import thoughts
+from postlude.data import thoughts
 
 BOX = "\\boxed{"
 

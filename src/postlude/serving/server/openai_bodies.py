@@ -17,7 +17,6 @@ MAX_TOOLS = 128
 JSON_TYPES = ("integer", "number", "boolean", "array", "object")
 NO_EFFECT: Mapping[str, tuple[Any, ...]] = {  # values of unsupported fields that ask for nothing
     "best_of": (1,),
-    "echo": (False,),
     "functions": ([],),
     "logit_bias": ({},),
     "metadata": ({},),
@@ -118,6 +117,7 @@ class CompletionsBody(CommonBody):
     """The body of a request to COMPLETIONS."""
 
     prompt: Annotated[str | Texts | Tokens | TokenLists, Field(description="text, token ids, or a list of either")]
+    echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
 

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from postlude.data.chat import Encoder
-from postlude.data.chat_template import ChatTemplate
+from postlude.data.chat_template import OPENED, ChatTemplate
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.data.thoughts import answer_text
 from postlude.data.token_bytes import TokenBytes
@@ -37,6 +37,7 @@ from postlude.serving.server.openai_bodies import ChatBody, CommonBody, Completi
 
 COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
 MAX_CHOICES = 1024  # completions of one request
+PROMPT_END = 16  # tokens in which a template may open a thought
 MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON does not have
 
 
@@ -70,10 +71,12 @@ class _Tools:
     types: ParameterTypes
     parallel: bool
     """Whether a completion may have several calls."""
+    in_thought: bool
+    """Whether the prompt ended inside a thought."""
 
     def read(self, text: str) -> tuple[str | None, list[dict[str, Any]]]:
         """Returns the text of a completion before its calls, and these; no calls if one of them cannot be read."""
-        answer = answer_text(text)
+        answer = answer_text(text, in_thought=self.in_thought)
         calls = self.format.parse(answer, self.types)
         if any(isinstance(call, MalformedCall) for call in calls):
             return None, []
@@ -96,6 +99,12 @@ class _Call:
     identity: str
     created: int
     tools: _Tools | None
+    echo: Sequence[str]
+    """The text of each prompt, which comes before its completions; none for completions alone."""
+
+    def echoed(self, index: int) -> str:
+        """Returns the text before completion `index` of all."""
+        return self.echo[index // self.requests[0].n] if self.echo else ""
 
 
 class OpenAIRoutes:
@@ -111,6 +120,8 @@ class OpenAIRoutes:
         with bad_request_on_error():
             body = parse(CompletionsBody, request.body)
             self._check(body)
+            if body.echo and body.logprobs is not None:
+                raise ValueError("echo with logprobs: the log-probs of a prompt are not computed here. Leave one out.")
             sampling = body.sampling(16 if body.max_tokens is None else body.max_tokens, body.logprobs or 0)
             single = isinstance(body.prompt, str) or (body.prompt and isinstance(body.prompt[0], int))
             prompts: list[Any] = [body.prompt] if single else list(body.prompt)
@@ -122,7 +133,8 @@ class OpenAIRoutes:
                 Request(tuple(tokens), sampling, n=n, first_index=index * n, adapter=adapter)
                 for index, tokens in enumerate(encoded)
             ]
-        call = self._call(requests, body, chat=False, logprobs=body.logprobs is not None)
+        echo = [self._text(prompt) for prompt in prompts] if body.echo else []
+        call = self._call(requests, body, chat=False, logprobs=body.logprobs is not None, echo=echo)
         return await self._reply(call, request)
 
     async def chat(self, request: HTTPRequest) -> Any:
@@ -149,7 +161,10 @@ class OpenAIRoutes:
             generation = Request(tuple(tokens), sampling, n=n, adapter=adapter)
             tools = None
             if declared:
-                tools = _Tools(self._tool_format, parameter_types(declared), body.parallel_tool_calls is not False)
+                end = self._tokenizer.decode(tokens[-PROMPT_END:], skip_special_tokens=False) if self._tokenizer else ""
+                in_thought = OPENED.search(end) is not None
+                parallel = body.parallel_tool_calls is not False
+                tools = _Tools(self._tool_format, parameter_types(declared), parallel, in_thought)
         call = self._call([generation], body, chat=True, logprobs=bool(body.logprobs), tools=tools)
         return await self._reply(call, request)
 
@@ -171,6 +186,10 @@ class OpenAIRoutes:
         if self._tokenizer is None:
             raise ValueError("this server has no tokenizer; send token ids to /generate.")
 
+    def _text(self, prompt: str | Sequence[int]) -> str:
+        assert self._tokenizer is not None
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special_tokens=True)
+
     def _count(self, body: CommonBody, prompts: int) -> int:
         n = 1 if body.n is None else body.n
         if n < 1 or not 1 <= prompts * n <= MAX_CHOICES:
@@ -187,10 +206,11 @@ class OpenAIRoutes:
         chat: bool,
         logprobs: bool,
         tools: _Tools | None = None,
+        echo: Sequence[str] = (),
     ) -> _Call:
         usage = body.stream_options is not None and body.stream_options.include_usage
         identity = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
-        return _Call(requests, chat, logprobs, bool(body.stream), usage, identity, int(time.time()), tools)
+        return _Call(requests, chat, logprobs, bool(body.stream), usage, identity, int(time.time()), tools, echo)
 
     async def _encode(
         self,
@@ -220,7 +240,7 @@ class OpenAIRoutes:
         for index, completion in enumerate(completions):
             text, calls, reason = self._read(call, completion)
             message = {"role": "assistant", "content": text, "refusal": None} | ({"tool_calls": calls} if calls else {})
-            content = {"message": message} if call.chat else {"text": text}
+            content = {"message": message} if call.chat else {"text": call.echoed(index) + (text or "")}
             tokens = _Tokens(completion.tokens, completion.logprobs, completion.top_logprobs)
             choices.append(self._choice(call, index, content, tokens, reason))
         total = sum(len(completion.tokens) for completion in completions)
@@ -247,12 +267,14 @@ class OpenAIRoutes:
         n, total = call.requests[0].n, 0
         texts = [TextStream(self._tokenizer, stops) for _ in range(n * len(call.requests))]
         unsent = [_Tokens([], [], []) for _ in texts]  # tokens without their text yet
+        starts: list[dict[str, Any]] = [{"text": call.echoed(index)} for index in range(len(texts) if call.echo else 0)]
         if call.chat:
-            for index in range(len(texts)):
-                delta = {"delta": {"role": "assistant", "content": ""}}
-                yield self._chunk(call, [self._choice(call, index, delta, _Tokens([], [], []), None)])
+            starts = [{"delta": {"role": "assistant", "content": ""}}] * len(texts)
         async with contextlib.aclosing(self.backend.stream(call.requests, request.is_gone)) as stream:
             async for progress in stream:
+                for index, start in enumerate(starts):  # now that the request is accepted
+                    yield self._chunk(call, [self._choice(call, index, start, _Tokens([], [], []), None)])
+                starts = []
                 index = progress.request_index * n + progress.index
                 total += len(progress.tokens)
                 new = unsent[index]
