@@ -214,7 +214,10 @@ def test_without_the_key_only_health_replies() -> None:
 
 
 def test_requests_of_a_client_that_is_gone_are_aborted() -> None:
-    with serving(Generator(sharp())) as (served, url), closing(GenerationClient(url, timeout=0.3, retries=0)) as engine:
+    with (
+        serving(Generator(sharp(), context_length=65_536)) as (served, url),
+        closing(GenerationClient(url, timeout=0.3, retries=0)) as engine,
+    ):
         with pytest.raises(ServerError, match="gave no reply within"):
             engine.generate([[1]], SamplingParams(max_new_tokens=60_000))
         deadline = time.monotonic() + 300
@@ -338,7 +341,7 @@ def until(true: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("ending", ["reset", "close", "close behind another request"])
 def test_a_request_of_a_disconnected_client_is_dropped(ending: str) -> None:
-    with serving(Generator(sharp())) as (served, url):
+    with serving(Generator(sharp(), context_length=65_536)) as (served, url):
         connection = open_request(url, {"prompt": [1], "sampling": {"max_new_tokens": 60_000, "ignore_eos": True}})
         until(lambda: served._session.busy)
         if ending == "reset":

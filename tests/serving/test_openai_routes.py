@@ -419,7 +419,7 @@ def test_without_the_grammar_library_json_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_a_stream_of_a_disconnected_client_ends() -> None:
-    with serving(Generator(sharp(), load_tokenizer("tiny-dense"))) as (served, address):
+    with serving(Generator(sharp(), load_tokenizer("tiny-dense"), context_length=65_536)) as (served, address):
         body = {"prompt": "Once", "stream": True, "max_tokens": 60_000, "ignore_eos": True}
         connection = open_request(address, body, path="/v1/completions")
         assert connection.recv(10)
