@@ -353,7 +353,7 @@ class Generator:
             drafted=completion.drafted,
             accepted=completion.accepted,
             routing=completion.wait_routing(),
-            top_logprobs=completion.top_logprobs,
+            top_logprobs=tuple(completion.top_logprobs),
             versions=tuple(completion.versions),
         )
 

@@ -127,7 +127,7 @@ def read_completion(body: Any) -> Completion:
             sampled_logprobs=sampled,
             drafted=int(body["drafted"]),
             accepted=int(body["accepted"]),
-            top_logprobs=[[(int(token), float(value)) for token, value in place] for place in body["top_logprobs"]],
+            top_logprobs=tuple([(int(i), float(value)) for i, value in place] for place in body["top_logprobs"]),
             versions=tuple(VersionSpan(str(name), int(start), int(end)) for name, start, end in body["versions"]),
         )
     except (KeyError, TypeError, ValueError) as error:
