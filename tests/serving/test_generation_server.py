@@ -143,7 +143,7 @@ def test_a_server_without_weights_replies_once_it_has_some(tmp_path: Path) -> No
     with serving(Generator(sharp()), version=None) as (_, url), closing(GenerationClient(url)) as engine:
         assert request_json(f"{url}/generate", {"prompt": [1], "sampling": {}}) == (
             503,
-            {"error": "there are no weights yet."},
+            {"error": {"message": "there are no weights yet.", "type": "server_error", "param": None, "code": None}},
         )
         engine.reload(Weights(str(tmp_path / "new"), "start.1"))
         ((completion,),) = engine.generate([[1]], SamplingParams(max_new_tokens=3))
