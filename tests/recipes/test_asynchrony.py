@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from postlude.data.datasets import Sampler
+from postlude.data.turn_ends import turn_ends
 from postlude.generate.generator import Generator
 from postlude.generate.protocol import Completion, FinishedCompletion, Request, VersionSpan
 from postlude.generate.sampling_params import SamplingParams
@@ -248,6 +249,24 @@ def test_close_releases_the_episodes_in_progress(background: bool) -> None:
         rollouts.wait(lambda: engine.request_count == 1 + SAMPLES)
         assert EndlessEpisode.open == SAMPLES
     assert EndlessEpisode.open == 0
+
+
+def test_requests_name_the_tokens_that_end_a_turn() -> None:
+    """A server does not know them if its model's files name the end-of-sequence token alone."""
+    tasks, tokenizer = [Task("a task:", {}, "the task")], byte_tokenizer()
+    environment = AsyncEnvironment(tasks, EndlessEpisode, name="EndlessEpisode", max_turns=9)
+    settings = SamplingSettings(max_new_tokens=2, stop_tokens=(65, "<|im_end|>"))
+    with closing(environment):
+        rollouts = RolloutSampler(
+            DelayedEngine(lambda: 0.0),
+            environment,
+            tokenizer,
+            settings,
+            limit=SequenceLimit(64),
+            seed=3,
+            timer=StepTimer(),
+        )
+        assert rollouts.make_group(tasks[0], 0, 1, step=0).sampling.stop_tokens == (65, *turn_ends(tokenizer))
 
 
 def test_policy_lag_is_the_mean_age_of_the_weights_that_sampled() -> None:

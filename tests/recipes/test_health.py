@@ -140,6 +140,16 @@ def test_zero_entropy_and_equal_rewards_give_warnings(
     ]
 
 
+def test_mostly_truncated_completions_give_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "postlude")
+    watched, silent = health(), health(verbose=False)
+    for step, truncated in enumerate([0.5, 0.75, 1.0], start=1):
+        for checked in (watched, silent):
+            checked.check_step({"truncated": truncated}, step)
+    (message,) = caplog.messages
+    assert message.startswith("75% of the completions of step 2 were cut off at sampling.max_new_tokens: raise it")
+
+
 def rows(directory: Path) -> str:
     path = directory / "rows.jsonl"
     path.write_text(

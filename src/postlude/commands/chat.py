@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from postlude.commands.loading import encode, load_generator, sampling_from_options
+from postlude.commands.loading import encode, load_generator, sampling_from_options, warn_of_endless_turns
 from postlude.generate.generator import Generator
 from postlude.generate.protocol import Request
 from postlude.generate.sampling_params import SamplingParams
@@ -21,6 +21,7 @@ def run(options: argparse.Namespace) -> None:
     """Reads messages line by line, and prints replies as they are generated."""
     sampling = sampling_from_options(options)
     generator, tokenizer = load_generator(options)
+    warn_of_endless_turns(tokenizer)
     conversation = Conversation(generator, tokenizer, sampling, options.system)
     interactive = sys.stdin.isatty()
     if interactive:

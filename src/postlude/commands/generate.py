@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from postlude.commands.loading import encode, load_generator, read_text, sampling_from_options
+from postlude.commands.loading import encode, load_generator, read_text, sampling_from_options, warn_of_endless_turns
 from postlude.data.chat import Prompt
 
 
@@ -19,6 +19,8 @@ def run(options: argparse.Namespace) -> None:
     chat = not options.plain and bool(tokenizer.chat_template)
     if options.system is not None and not chat:
         raise ValueError(f"--system needs a chat template, but {options.model} has none.")
+    if chat:
+        warn_of_endless_turns(tokenizer)
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
     prompts: list[Prompt] = [[*system, {"role": "user", "content": text}] if chat else text for text in texts]
     groups = generator.generate([encode(tokenizer, prompt) for prompt in prompts], sampling, n=options.n)

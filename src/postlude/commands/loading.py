@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import secrets
 import sys
 from collections.abc import Sequence
@@ -12,12 +13,15 @@ import torch
 
 from postlude.data.chat import Encoder, Prompt
 from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.data.turn_ends import turn_ends
 from postlude.generate.generator import Generator
 from postlude.generate.sampling_params import SamplingParams
 from postlude.hf.load import load_model, load_tokenizer
 from postlude.hf.read_model import end_tokens, read_generation_config, read_model
 from postlude.model import LanguageModel
 from postlude.world.devices import check_device, default_device
+
+LOG = logging.getLogger("postlude")
 
 
 def load_generator(
@@ -42,6 +46,16 @@ def load_generator(
     set_limits = {name: getattr(options, name) for name in limits if getattr(options, name) is not None}
     eos_tokens = end_tokens(read_generation_config(options.model), tokenizer)
     return Generator(model.eval(), tokenizer, eos_tokens=eos_tokens, **set_limits), tokenizer
+
+
+def warn_of_endless_turns(tokenizer: ChatTokenizer) -> None:
+    """Warns if the chat template ends turns with no token, so that a reply may only end at its limit."""
+    if not turn_ends(tokenizer):
+        LOG.warning(
+            "the chat template ends an assistant's turn without a special token, so replies may run on to the limit "
+            "of tokens, unless the model writes an end token of generation_config.json. Use a template that ends turns "
+            "with a special token, or give stop strings."
+        )
 
 
 def sampling_from_options(options: argparse.Namespace) -> SamplingParams:

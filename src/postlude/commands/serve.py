@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 
-from postlude.commands.loading import load_generator
+from postlude.commands.loading import load_generator, warn_of_endless_turns
 from postlude.recipes.run.outcome import RunFailed
 from postlude.serving.server.generation_server import GenerationServer
 from postlude.world.ports import is_loopback
@@ -22,7 +22,8 @@ def run(options: argparse.Namespace) -> None:
     key = options.api_key or os.environ.get(KEY)
     check_key(options.host, key)
     limits = ("context_length", "max_sequences", "max_batch_tokens", "max_prefill_tokens")
-    generator, _ = load_generator(options, limits, empty=options.empty)
+    generator, tokenizer = load_generator(options, limits, empty=options.empty)
+    warn_of_endless_turns(tokenizer)
     version = None if options.empty else "default"
     server = GenerationServer(generator, options.name or options.model, version, key=key)
     try:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from postlude.data.chat import EncodedSequence
+from postlude.data.chat_template import PLAIN_TEMPLATE
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.data.encoding import EncodedChunk
 from postlude.data.task_identity import IDENTITY_BYTES
@@ -54,6 +55,8 @@ class EncodedDataset:
     sequences_per_row: int = 1
     dropped: int = 0
     """The number of sequences that were left out."""
+    chat: bool = False
+    """Whether the rows are messages, which the chat template formats."""
 
     def __len__(self) -> int:
         """The number of rows."""
@@ -72,7 +75,7 @@ class EncodedDataset:
         return EncodedSequence(self.tokens[span].tolist(), self.mask[span].tolist())
 
     @classmethod
-    def of(cls, chunks: Iterable[EncodedChunk], *, sequences_per_row: int) -> EncodedDataset:
+    def of(cls, chunks: Iterable[EncodedChunk], *, sequences_per_row: int, chat: bool = False) -> EncodedDataset:
         """Joins the chunks of a dataset."""
         parts = list(chunks)
         lengths = np.concatenate([np.zeros(1, np.int64), *(part.lengths for part in parts)])
@@ -84,6 +87,7 @@ class EncodedDataset:
             np.concatenate([part.identities for part in parts]).reshape(-1, IDENTITY_BYTES),
             sequences_per_row,
             sum(len(part.too_long) for part in parts),
+            chat,
         )
 
     def store(self, folder: Path, digest: str) -> None:
@@ -96,7 +100,13 @@ class EncodedDataset:
         for name in ARRAYS:
             np.save(aside / f"{name}.npy", getattr(self, name), allow_pickle=False)
         sums = {name: _checksum(aside / f"{name}.npy") for name in ARRAYS}
-        about = {"digest": digest, "sides": self.sequences_per_row, "dropped": self.dropped, "checksums": sums}
+        about = {
+            "digest": digest,
+            "sides": self.sequences_per_row,
+            "dropped": self.dropped,
+            "chat": self.chat,
+            "checksums": sums,
+        }
         (aside / ABOUT).write_text(json.dumps(about))
         try:
             aside.rename(target)
@@ -120,7 +130,7 @@ class EncodedDataset:
                 if _checksum(target / f"{name}.npy") != about["checksums"][name]:
                     raise ValueError(f"{name}.npy is not what was written")
             arrays: Any = {name: np.load(target / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
-            return cls(**arrays, sequences_per_row=about["sides"], dropped=about["dropped"])
+            return cls(**arrays, sequences_per_row=about["sides"], dropped=about["dropped"], chat=about["chat"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             log.warning("the encoded rows in %s are damaged (%s); they are encoded again.", target, error)
             shutil.rmtree(target, ignore_errors=True)
@@ -142,7 +152,11 @@ def cache_key(files: Sequence[Path], tokenizer: ChatTokenizer, settings: Mapping
 
     add(json.dumps([VERSION, *_versions()]))
     add(json.dumps(dict(settings), sort_keys=True, default=str))
-    add(json.dumps([type(tokenizer).__name__, tokenizer.chat_template, tokenizer.eos_token_id], default=str))
+    add(
+        json.dumps(
+            [type(tokenizer).__name__, tokenizer.chat_template or PLAIN_TEMPLATE, tokenizer.eos_token_id], default=str
+        )
+    )
     add(json.dumps(dict(tokenizer.special_tokens_map), sort_keys=True, default=str))  # templates write them
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None and (file := getattr(tokenizer, "vocab_file", None)) is not None:

@@ -123,7 +123,8 @@ def _encoded(data: Examples | Pairs, encoder: Encoder, limit: SequenceLimit) -> 
                 raise ValueError(_overlong(data, columns, row, length, limit))
             chunks.append(chunk)
             advance(CHUNK)
-    dataset = EncodedDataset.of(chunks, sequences_per_row=2 if form == "preference" else 1)
+    sequences_per_row = 2 if form == "preference" else 1
+    dataset = EncodedDataset.of(chunks, sequences_per_row=sequences_per_row, chat=has_messages(form, values))
     if not len(dataset):
         raise ValueError(
             f"every row of {rows.name} is too long for {limit.reason(data.sequences)}. {limit.fix(data.sequences)}."
@@ -150,6 +151,12 @@ def row_values(data: Examples | Pairs, rows: Rows, form: RowFormat, columns: Seq
             cells = [with_system_column(cells[0], row, location)]
         values.append([*cells, row.get(data.tools)])
     return values
+
+
+def has_messages(form: RowFormat, values: Sequence[Sequence[Any]]) -> bool:
+    """Whether rows, as `row_values` returns them, are messages, which the chat template formats."""
+    cells = [cell for *row, _ in values for cell in row if isinstance(cell, list)]
+    return form == "conversation" or any(isinstance(message, Mapping) for cell in cells for message in cell)
 
 
 def _report_format(rows: Rows, columns: Sequence[str | None], values: Sequence[Sequence[Any]]) -> None:
@@ -198,6 +205,7 @@ class StreamEncoder(Generic[Row]):
             raise ValueError(f"dataset {data.path} has no rows. Give a file with at least one.")
         self.first_rows = Rows(data.path.name, [row for _, row in first], [location for location, _ in first])
         self.form, self.columns = data.form(self.first_rows)
+        self.chat = has_messages(self.form, row_values(data, self.first_rows, self.form, self.columns))
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[list[Row]]:
         """Returns what each row gives: nothing if it is dropped, several rows where a turn is a row."""

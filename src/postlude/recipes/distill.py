@@ -14,6 +14,7 @@ from postlude.data.chat import EncodedSequence
 from postlude.data.row_source import RowSource
 from postlude.engine import Engine
 from postlude.engine.reference import Reference
+from postlude.recipes.chat_template import prepare_chat
 from postlude.recipes.checks.dataset import dataset_checks
 from postlude.recipes.checks.environment import environment_checks
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
@@ -38,7 +39,7 @@ from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.split import Split
 from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import StepMetrics
-from postlude.rollout.environments import Transcript
+from postlude.rollout.environments import Transcript, is_chat
 from postlude.rollout.tasks import Task
 
 
@@ -73,6 +74,8 @@ class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
         environment = self.close_at_end(
             build_environment(data.environment, config.seed, self.tokenizer, data.sampling, self.limit, factory)
         )
+        if is_chat(environment.tasks[0].prompt):
+            prepare_chat(self.tokenizer, str(config.model))
         self.rollout_sampler = open_rollout_sampler(self, environment, data.rollout, data.sampling)
         return ShuffledRows(environment.tasks, held_out=config.held_out.rows, seed=seed)
 

@@ -13,6 +13,7 @@ import torch
 from postlude.generate.distributed import DistributedEngine, ReplicatedGenerator
 from postlude.hf.load import load_model
 from postlude.hf.read_model import end_tokens, read_generation_config, read_model
+from postlude.recipes.chat_template import prepare_chat
 from postlude.recipes.checks.environment import environment_checks, evaluation_set_checks
 from postlude.recipes.checks.preflight import Check, PreflightInputs, model_checks
 from postlude.recipes.checks.servers import server_checks
@@ -27,7 +28,8 @@ from postlude.recipes.rollouts.prompts import build_environment
 from postlude.recipes.rollouts.sampler import RolloutSampler, sample_rows, trajectory_metrics
 from postlude.recipes.rollouts.server_commands import generator_limits
 from postlude.recipes.run.config_changes import MAY_CHANGE
-from postlude.recipes.run.directory import check_run, open_run
+from postlude.recipes.run.directory import check_run, is_rank0, open_run
+from postlude.recipes.run.health import warn_of_truncation
 from postlude.recipes.run.machine_info import machine_info
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
@@ -36,6 +38,7 @@ from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
 from postlude.recipes.run.step_timer import StepTimer
 from postlude.recipes.sequence_limit import SequenceLimit, sequence_limit
 from postlude.rollout.conversations import Trajectory
+from postlude.rollout.environments import is_chat
 from postlude.rollout.tasks import Task, Tasks, last_tasks
 from postlude.world.agreement import on_rank0
 
@@ -70,6 +73,8 @@ def run(
             config.environment, config.seed, tokenizer, config.sampling, limit, runtime.pool_factory
         )
         resources.enter_context(closing(environment))
+        if is_chat(environment.tasks[0].prompt):
+            prepare_chat(tokenizer, str(config.model))
         sets = open_sets(
             config.sets,
             tokenizer,
@@ -124,6 +129,8 @@ def run(
             )
         )
         directory.log(0, metrics | timer.take(), phase=EVALUATED)
+        if is_rank0():
+            warn_of_truncation(metrics, "of the evaluation")
     outcome = RunOutcome("finished", 0)
     on_rank0(lambda: finish_run(config.run, outcome))
     return outcome

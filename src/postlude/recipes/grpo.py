@@ -20,6 +20,7 @@ from postlude.engine.reference import Reference
 from postlude.objectives import SFT, Objective
 from postlude.objectives.advantages import grpo, reinforce_plus_plus
 from postlude.objectives.mismatch import mismatch_of_ratio
+from postlude.recipes.chat_template import prepare_chat
 from postlude.recipes.checks.environment import environment_checks, evaluation_set_checks, training_overlap_checks
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs, training_checks
@@ -50,6 +51,7 @@ from postlude.recipes.run.split import Split
 from postlude.recipes.trainer import StepMetrics, Trainer
 from postlude.recipes.warm_start import warm_start_example
 from postlude.rollout.conversations import Trajectory
+from postlude.rollout.environments import is_chat
 from postlude.rollout.tasks import Task, Tasks
 from postlude.world.agreement import on_rank0
 
@@ -84,6 +86,8 @@ class GRPOTrainer(Trainer):
             build_environment(config.environment, config.seed, self.tokenizer, config.sampling, self.limit, factory)
         )
         self.tasks: Tasks = self.environment.tasks
+        if is_chat(self.tasks[0].prompt):
+            prepare_chat(self.tokenizer, str(config.model))
         evaluation = config.evaluation
         self.evaluation_sets = open_sets(
             evaluation.sets,

@@ -16,6 +16,7 @@ from postlude.data.chat import EncodedSequence
 from postlude.data.row_source import RowSource
 from postlude.data.streamed_rows import StreamedRows
 from postlude.objectives import Objective
+from postlude.recipes.chat_template import prepare_chat
 from postlude.recipes.config.data import Examples, Mixture, Pairs, datasets_of
 from postlude.recipes.config.recipe_configs import SupervisedConfig
 from postlude.recipes.config.settings import fit_schedule
@@ -76,6 +77,8 @@ class SupervisedTrainer(Trainer, Generic[Row]):
         if not data.streaming:
             return ShuffledRows(self.read_rows(data), held_out=held_out, seed=seed, shuffle=data.shuffle)
         encode = StreamEncoder(data, self.tokenizer, self.limit, self.make_row)
+        if encode.chat:
+            prepare_chat(self.tokenizer, str(self.config.model))
         buffer = data.shuffle_buffer if data.shuffle else None
         return StreamedRows(encode.files, encode, encode.identity, seed=seed, buffer=buffer, held_out=held_out)
 
@@ -110,14 +113,17 @@ class SupervisedTrainer(Trainer, Generic[Row]):
     def encode_rows(self, data: Examples | Pairs) -> EncodedRows[Any]:
         """Returns the rows of a dataset as tokens. One rank of a machine encodes them, the others read its cache."""
         cache = cache_folder(self.run.path, self.config.data, data)
-        if int(os.environ.get("LOCAL_RANK", dist.get_rank())):
+        waits = int(os.environ.get("LOCAL_RANK", dist.get_rank())) > 0
+        if waits:
             dist.barrier()
-            return EncodedRows(data, self.tokenizer, self.limit, cache)
         rows: EncodedRows[Any] = EncodedRows(data, self.tokenizer, self.limit, cache)
-        rows.store()
+        if not waits:
+            rows.store()
+            dist.barrier()
         if rows.rows.dropped and is_rank0():
             LOG.warning("%s: %s.", data.path, rows)
-        dist.barrier()
+        if rows.rows.chat:
+            prepare_chat(self.tokenizer, str(self.config.model))
         return rows
 
     @abstractmethod

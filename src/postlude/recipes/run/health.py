@@ -27,6 +27,7 @@ class Health:
         self._any_scored = False
         self._failing = 0  # steps in a row
         self._persisting: dict[str, int] = {}  # steps in a row, by warning
+        self._warned_of_truncation = False
 
     def check_rewards(self, trajectories: Sequence[Trajectory], step: int) -> None:
         """Checks the rewards of a step."""
@@ -104,6 +105,8 @@ class Health:
         if mismatch := self.mismatch(metrics, step):
             save()
             raise UnhealthyRun(mismatch)
+        if self._verbose and not self._warned_of_truncation:
+            self._warned_of_truncation = warn_of_truncation(metrics, f"of step {step}")
         entropy = metrics.get("entropy")
         self._warn_if_persistent(
             "entropy",
@@ -130,3 +133,16 @@ class Health:
         self._persisting[name] = self._persisting.get(name, 0) + 1 if present else 0
         if self._persisting[name] == self.limits.patience and self._verbose:
             LOG.warning("%s", message)
+
+
+def warn_of_truncation(metrics: Mapping[str, Any], of: str) -> bool:
+    """Warns if most completions were truncated, `of` which step or evaluation. Returns whether it did."""
+    truncated: float = metrics.get("truncated", 0.0)
+    if truncated > 0.5:
+        LOG.warning(
+            "%.0f%% of the completions %s were cut off at sampling.max_new_tokens: raise it, or train the model to end "
+            "its turns, such as with SFT on this chat template.",
+            100 * truncated,
+            of,
+        )
+    return truncated > 0.5
