@@ -25,6 +25,7 @@ from postlude.serving.errors import ServerError
 from postlude.serving.launch import supervisor
 from postlude.serving.launch.launcher import LocalLauncher, ServerCommand, log_tail
 from postlude.serving.launch.supervisor import ServerSupervisor, SupervisedClient
+from postlude.world.ports import ReservedPort, is_own_listener
 from tests.serving.test_server_pool import PROMPTS, THREE, check
 
 ROOT = Path(__file__).parents[2]
@@ -192,7 +193,13 @@ class FakeLauncher:
         self.how, self.urls = iter(results), iter(range(8000, 8100))
 
     def start(self, program: ServerCommand) -> Any:
-        return SimpleNamespace(url=f"http://{next(self.urls)}", exit_reason=next(self.how), stop=lambda: None)
+        return SimpleNamespace(
+            url=f"http://{next(self.urls)}",
+            key="",
+            exit_reason=next(self.how),
+            is_listening=lambda: True,
+            stop=lambda: None,
+        )
 
 
 def test_the_supervisor_continues_after_an_error_of_a_launcher(tmp_path: Path, monkeypatch) -> None:
@@ -276,3 +283,65 @@ def test_servers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
         wait_until(
             lambda pid=pid: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()
         )
+
+
+OTHER_USER = """
+import os, socket, sys
+os.setuid(65534)
+listening = socket.socket()
+listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+listening.bind(("127.0.0.1", int(sys.argv[1])))
+listening.listen()
+print("listening", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0 or sys.platform != "linux", reason="only root can act as another user, on Linux")
+def test_a_port_that_another_user_took_is_not_the_servers() -> None:
+    """A reserved port is not protected from other users: whoever replies there first would get key and prompts."""
+    port = ReservedPort("127.0.0.1")
+    assert not is_own_listener(port.number), "reserved, but nothing listens"
+    with subprocess.Popen(
+        [sys.executable, "-c", OTHER_USER, str(port.number)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"listening\n"
+        assert not is_own_listener(port.number)
+        other.communicate()
+    with closing(socket.socket()) as own:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        own.bind(("127.0.0.1", port.number))
+        own.listen()
+        assert is_own_listener(port.number)
+    port.release()
+
+
+def test_a_server_gets_no_request_before_its_port_is_its_own(monkeypatch) -> None:
+    listening = iter([False, False, True])
+    sent: list[tuple[str, Any, str]] = []
+    monkeypatch.setattr(supervisor, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(supervisor, "_replies", lambda url, body=None, key="": sent.append((url, body, key)) or True)
+    process = SimpleNamespace(
+        url="http://x", key="k", exit_reason=lambda: None, is_listening=lambda: next(listening), stop=lambda: None
+    )
+    command = replace(FAKE, setup_requests=(("/setup", {}),))
+    with closing(ServerSupervisor(command, 1, SimpleNamespace(start=lambda _: process))) as started:
+        assert started.start() == ["http://x"]
+        assert next(listening, None) is None
+        assert started.key_of("http://x") == "k"
+    assert sent == [("http://x/health", None, ""), ("http://x/setup", {}, "k")]
+
+
+def test_each_start_has_a_new_key_in_its_environment_alone(tmp_path: Path) -> None:
+    printing = server_command("import os, sys; print(os.environ['SECRET'], sys.argv)")
+    launcher = LocalLauncher(tmp_path)
+    started = [launcher.start(replace(printing, key_variable="SECRET")) for _ in range(2)]
+    for process in started:
+        wait_until(process.exit_reason)
+        assert process.key in str(process.exit_reason())
+        command = Path(f"/proc/{process.process.pid}/cmdline")
+        assert not command.exists() or process.key not in command.read_text()
+        process.stop()
+    assert len({process.key for process in started}) == 2
+    assert all(len(process.key) >= 32 for process in started)

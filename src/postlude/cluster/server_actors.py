@@ -47,15 +47,19 @@ class ServerActor:
     def __init__(self) -> None:
         self.process: ServerProcess | None = None
 
-    def start(self, command: ServerCommand, logs: str, directory: str, single_machine: bool) -> str:
-        """Starts the server and returns its address."""
+    def start(self, command: ServerCommand, logs: str, directory: str, single_machine: bool) -> tuple[str, str]:
+        """Starts the server and returns its address and its key."""
         import ray
 
         os.chdir(directory)
         host = "127.0.0.1" if single_machine else ray.util.get_node_ip_address()
         launcher = LocalLauncher(Path(logs), host=host)
         self.process = launcher.start(replace(command, gpus=0.0))  # Ray has set CUDA_VISIBLE_DEVICES
-        return self.process.url
+        return self.process.url, self.process.key
+
+    def is_listening(self) -> bool:
+        """Returns whether the server listens at its address."""
+        return self.process is not None and self.process.is_listening()
 
     def wait(self) -> str:
         """Waits for the server's end and returns its reason."""
@@ -74,7 +78,7 @@ class _RayProcess:
     """A server and its actor. It has an address once a node has room for it."""
 
     def __init__(self, actor: Any, command: ServerCommand, logs: Path, *, single_machine: bool) -> None:
-        self.actor, self.command, self.url = actor, command, ""
+        self.actor, self.command, self.url, self.key = actor, command, "", ""
         self._started = actor.start.remote(command, str(logs), os.getcwd(), single_machine)
         self._ended: Any = None
         self._reason: str | None = None
@@ -85,7 +89,8 @@ class _RayProcess:
 
         if self._reason is None and self._ended is None and ray.wait([self._started], timeout=0)[0]:
             try:
-                self.url, self._ended = ray.get(self._started), self.actor.wait.remote()
+                self.url, self.key = ray.get(self._started)
+                self._ended = self.actor.wait.remote()
             except ray.exceptions.RayError as error:
                 self._reason = f"could not be started: {death_reason(error).rstrip('.')}"
         if self._reason is None and self._ended is not None and ray.wait([self._ended], timeout=0)[0]:
@@ -94,6 +99,15 @@ class _RayProcess:
             except ray.exceptions.RayError as error:
                 self._reason = f"was lost with its actor: {death_reason(error).rstrip('.')}"
         return self._reason
+
+    def is_listening(self) -> bool:
+        """Returns whether it listens, as its node says."""
+        import ray
+
+        try:
+            return bool(ray.get(self.actor.is_listening.remote()))
+        except ray.exceptions.RayError:  # `exit_reason` says why
+            return False
 
     def stop(self) -> None:
         """Stops the server and frees its resources."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 import sys
+from pathlib import Path
+
+LISTEN = "0A"  # the state of a listening socket in /proc/net/tcp
 
 
 def is_loopback(host: str) -> bool:
@@ -14,6 +18,19 @@ def is_loopback(host: str) -> bool:
     except OSError:
         return False
     return bool(addresses) and all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
+
+
+def is_own_listener(port: int) -> bool:
+    """Returns whether what listens at a TCP port of this machine, belongs to this process's user.
+
+    On Linux the kernel says so. On other systems nothing does, and the answer is yes.
+    """
+    tables = [Path("/proc/net", name) for name in ("tcp", "tcp6")]
+    if not tables[0].exists():
+        return True
+    entries = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
+    owners = {entry[7] for entry in entries if entry[3] == LISTEN and int(entry[1].rpartition(":")[2], 16) == port}
+    return owners == {str(os.getuid())}
 
 
 class ReservedPort:

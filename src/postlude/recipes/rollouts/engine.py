@@ -152,8 +152,7 @@ def launch_servers(
     """Launches the servers of a config. Returns their client when all are ready."""
     supervisor = ServerSupervisor(command, rollout.count, launcher, max_restarts=rollout.max_restarts)
     settings = _connection_settings(rollout)
-    api_key = command.key or None
-    return SupervisedClient(supervisor, tokenizer=tokenizer, vocab_size=vocab_size, api_key=api_key, **settings)
+    return SupervisedClient(supervisor, tokenizer=tokenizer, vocab_size=vocab_size, **settings)
 
 
 def connect_servers(

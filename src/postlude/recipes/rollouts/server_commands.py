@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 from pathlib import Path
 from typing import Any
@@ -64,13 +63,13 @@ def build_server_command(
     model_limit: int | None,
     adapter_rank: int = 0,
 ) -> ServerCommand:
-    """Returns the command of a server, with a new key. `device` is the trainer's.
+    """Returns the command of a server. `device` is the trainer's.
 
     Without `weights` the server starts empty and gets them later. `limit` is of prompt and completion
     together; vLLM takes no more than `model_limit` unless the config sets a context length. `adapter_rank` is the rank
     of the adapters that it is to load; 0 if none.
     """
-    dtype_name, key = str(dtype).removeprefix("torch."), secrets.token_urlsafe(32)
+    dtype_name = str(dtype).removeprefix("torch.")
     setup_requests: tuple[tuple[str, Any], ...] = ()
     if isinstance(rollout, LaunchedGenerators):
         command = [sys.executable, "-m", "postlude", "serve", model, "--host", "{host}", "--port", "{port}"]
@@ -91,12 +90,12 @@ def build_server_command(
         key_variable, protected_path = VLLM_KEY, "/is_paused"
     return ServerCommand(
         command=(*command, *rollout.arguments),
-        environment={**environment, **rollout.env, key_variable: key},
+        environment={**environment, **rollout.env},
         cpus=rollout.cpus,
         gpus=float(rollout.gpus),
         start_timeout=rollout.start_timeout,
         setup_requests=setup_requests,
-        key=key,
+        key_variable=key_variable,
         protected_path=protected_path,
     )
 

@@ -62,7 +62,7 @@ class GenerationClient:
         *,
         api: str = "auto",
         tokenizer: ChatTokenizer | None = None,
-        api_key: str | None = None,
+        api_key: str | Callable[[str], str | None] | None = None,
         timeout: float = 600.0,
         retries: int = 5,
         backoff: float = 0.5,
@@ -73,7 +73,8 @@ class GenerationClient:
     ) -> None:
         """Starts the event loop's thread. `tokenizer` decodes completions that have no text.
 
-        `extra` fields go into requests to /v1/completions.
+        `api_key` is one for all servers, or a function from a server's URL to its key. `extra` fields go into
+        requests to /v1/completions.
         """
         urls = [urls] if isinstance(urls, str) else list(urls)
         if timeout <= 0 or retries < 0 or backoff < 0 or concurrency < 1 or outage_timeout < 0:
@@ -89,12 +90,13 @@ class GenerationClient:
         if not urls or len(set(urls)) < len(urls):
             raise ValueError(f"urls are {urls}: give at least one, and each server once.")
         user_api: Callable[[], ServerAPI] | None = load_callable(api, kind="ServerAPI") if ".py:" in api else None
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self.tokenizer = tokenizer
 
         def make_server(url: str) -> RemoteServer:
             server_api = user_api() if user_api else None if api == "auto" else make_api(api, tokenizer, extra)
             api_or_detector = server_api or partial(detect_api, extra)
+            key = api_key(url) if callable(api_key) else api_key
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
             return RemoteServer(url, api_or_detector, model, headers=headers, timeout=timeout, vocab_size=vocab_size)
 
         self._make_server = make_server

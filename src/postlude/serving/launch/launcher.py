@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from postlude.world.ports import ReservedPort
+from postlude.world.ports import ReservedPort, is_own_listener
 
 WATCHDOG = Path(__file__).with_name("watchdog.py")
 STOP_TIMEOUT = 10.0  # seconds
@@ -38,9 +39,9 @@ class ServerCommand:
     """Seconds until it must reply at /health."""
     setup_requests: tuple[tuple[str, Any], ...] = ()
     """Paths and bodies that are posted once it is ready."""
-    key: str = field(default="", repr=False)
-    """The key of every request (`Authorization: Bearer KEY`); empty for none. The server reads it from its environment,
-    where a process list does not show it."""
+    key_variable: str = ""
+    """The environment variable in which the server reads the key of every request (`Authorization: Bearer KEY`); empty
+    for none. Each start has a new key, which a process list does not show."""
     protected_path: str = ""
     """A path that must not reply without the key."""
 
@@ -54,6 +55,11 @@ class ServerProcess(Protocol):
 
     url: str
     """Its address; empty until it has a machine."""
+    key: str
+    """The key of its requests; empty for none."""
+
+    def is_listening(self) -> bool:
+        """Returns whether it listens at its address, and no process of another user does in its place."""
 
     def exit_reason(self) -> str | None:
         """Returns why it ended, as a clause that follows its address; None while it runs."""
@@ -93,6 +99,8 @@ class LocalLauncher:
                 f"({', '.join(self.devices) or 'none'}). Give rollout.gpus a whole number, or start fewer."
             )
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(free[:count])} if count else {}
+        key = secrets.token_urlsafe(32) if command.key_variable else ""
+        keys = {command.key_variable: key} if key else {}
         inherited = {name: value for name, value in os.environ.items() if not RANK_VARIABLES.fullmatch(name)}
         self.logs.mkdir(parents=True, exist_ok=True)
         log = self.logs / f"{self._started}.log"
@@ -106,13 +114,14 @@ class LocalLauncher:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env={**inherited, **command.environment, **visible},
+                    env={**inherited, **command.environment, **visible, **keys},
                     start_new_session=True,
                 )
         except BaseException:
             port.release()
             raise
-        self._running.append(_LocalProcess(f"http://{self.host}:{port.number}", process, log, free[:count], port))
+        url = f"http://{self.host}:{port.number}"
+        self._running.append(_LocalProcess(url, key, process, log, free[:count], port))
         return self._running[-1]
 
 
@@ -120,10 +129,20 @@ class _LocalProcess:
     """A server on this machine; `process` is its watchdog."""
 
     def __init__(
-        self, url: str, process: subprocess.Popen[bytes], log: Path, devices: Sequence[str], port: ReservedPort
+        self,
+        url: str,
+        key: str,
+        process: subprocess.Popen[bytes],
+        log: Path,
+        devices: Sequence[str],
+        port: ReservedPort,
     ) -> None:
-        self.url, self.process, self.log, self.devices, self.port = url, process, log, devices, port
+        self.url, self.key, self.process, self.log, self.devices, self.port = url, key, process, log, devices, port
         self.stopped = False
+
+    def is_listening(self) -> bool:
+        """Returns whether a process of this user listens at the port."""
+        return is_own_listener(self.port.number)
 
     def exit_reason(self) -> str | None:
         """Returns its exit code and the last lines of its log."""

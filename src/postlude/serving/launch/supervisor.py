@@ -54,6 +54,11 @@ class ServerSupervisor:
             raise
         return [slot.process.url for slot in self._slots if slot.process is not None]
 
+    def key_of(self, url: str) -> str | None:
+        """Returns the key of the server at an address; None if it needs none."""
+        processes = [slot.process for slot in self._slots if slot.process is not None]
+        return next((process.key for process in processes if process.url == url and process.key), None)
+
     def watch(self, client: GenerationClient) -> None:
         """Restarts servers that end, from now on, and notifies the client."""
         self._thread = threading.Thread(target=self._watch, args=(client,), name="postlude supervisor", daemon=True)
@@ -82,9 +87,10 @@ class ServerSupervisor:
             return problem
         if slot.deadline is None:
             return None
-        if process.url and _replies(f"{process.url}/health"):
+        # Another user may have taken the port before the server did, and would reply, get the key and the prompts.
+        if process.url and process.is_listening() and _replies(f"{process.url}/health"):
             for path, body in self.command.setup_requests:
-                if not _replies(f"{process.url}{path}", body, self.command.key):
+                if not _replies(f"{process.url}{path}", body, process.key):
                     return f"refused the setup request at {path}"
             self._warn_if_unprotected(process.url)
             slot.deadline = None
@@ -180,7 +186,7 @@ class SupervisedClient(GenerationClient):
         self.supervisor = supervisor
         urls = supervisor.start()
         try:
-            super().__init__(urls, **settings)
+            super().__init__(urls, api_key=supervisor.key_of, **settings)
         except BaseException:
             supervisor.close()
             raise

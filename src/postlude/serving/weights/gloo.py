@@ -11,6 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude.serving.weights.channel import LOST, ChannelError
+from postlude.world.rendezvous import host_store
+
+STORE_TIMEOUT = 300.0  # seconds
 
 
 class GlooRendezvous:
@@ -19,9 +22,7 @@ class GlooRendezvous:
     def __init__(self, url: str, size: int) -> None:
         self.size = size
         self.address = local_address(url)
-        self.store: Any = dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it, but not to mypy
-            self.address, 0, is_master=True, wait_for_workers=False
-        )
+        self.store = host_store(self.address, 0, STORE_TIMEOUT)
 
     @property
     def info(self) -> dict[str, Any]:
