@@ -211,3 +211,15 @@ def test_summary_of_a_running_run_ignores_incomplete_lines(tmp_path: Path) -> No
     assert [fact.text for fact in summary_lines(read_summary(tmp_path))] == ["none"]
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "phase": "sft", "loss": 1.0}) + '\n{"step": 2')
     assert read_summary(tmp_path).step == 1
+
+
+def test_the_remaining_time_has_a_share_of_evaluations_and_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with LiveView(100, console=Console(file=io.StringIO()), silent=False) as live:
+        for step in range(1, 51):
+            now += 11.0 if step % 25 == 0 else 1.0
+            live.update(step, {"loss": 0.5})
+            if step == 49:
+                assert live._eta() == pytest.approx(51 * (49 + 10) / 49)
+        assert live._eta() == pytest.approx(50 + 20)

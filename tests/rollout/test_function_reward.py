@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from postlude.data.datasets import read_rows
 from postlude.rollout.environments import SingleTurn
 from postlude.rollout.episode import AssistantTurn, Episode
 from postlude.rollout.function_reward import FunctionReward
 from postlude.rollout.reward import Reward, Weighted, WeightedSum
 from postlude.rollout.rewards import Score
-from postlude.rollout.tasks import Task
+from postlude.rollout.tasks import DatasetTasks, Task
 from tests.rollout.episodes import step
 
 ROWS = [Task(f"question {number}", {"answer": number, "level": "easy"}, f"line {number + 1}") for number in range(4)]
@@ -287,6 +288,44 @@ def test_a_reward_of_weight_0_only_measures() -> None:
         "watched/failed": 1.0,
         "watched/invalid": 1.0,
     }
+
+
+def content_length(completions: list[Any], **columns: Any) -> list[float]:
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+def only_odd(completions: list[Any], answer: list[int], **columns: Any) -> list[float | None]:
+    return [10.0 if number % 2 else None for number in answer]
+
+
+def test_rewards_of_trl_get_messages_where_the_prompt_is_messages(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": [{"role": "user", "content": "2+2?"}]}\n')
+    (task,) = [DatasetTasks(read_rows(file), system="Add.")[0]]
+    assert score(FunctionReward(content_length, workers=0), ["four"], [task]) == [Score(4.0)]
+
+    def texts(completions: list[str]) -> list[float]:
+        return [float(len(completion)) for completion in completions]
+
+    file.write_text('{"prompt": "2+2?"}\n')
+    tasks = [DatasetTasks(read_rows(file), chat=True)[0]]
+    assert score(FunctionReward(texts, workers=0), ["four"], tasks) == [Score(4.0)]
+
+
+def test_none_in_a_list_is_a_reward_that_does_not_apply() -> None:
+    rewards = {
+        "length": Weighted(FunctionReward(length, workers=0)),
+        "odd": Weighted(FunctionReward(only_odd, workers=0), 0.5),
+    }
+    first, second = score(WeightedSum(rewards), ["abc", "abcd"])
+    assert (first.reward, first.error, first.excluded) == (3.0, None, False)
+    assert math.isnan(first.components["odd"])
+    assert second == Score(9.0, {"length": 4.0, "odd": 10.0})
+    alone, _ = score(FunctionReward(only_odd, workers=0), ["a", "b"])
+    assert alone.excluded
+    assert alone.error == "only_odd returned None for line 1, and there is no other reward of it."
+    (summed, _) = score(WeightedSum({"odd": Weighted(FunctionReward(only_odd, workers=0))}), ["a", "b"])
+    assert summed == alone
 
 
 class Constant(Reward):

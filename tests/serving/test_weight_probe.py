@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from postlude.generate.generator import Generator
 from postlude.generate.probe import GREEDY, Probe, TrainerScores, WeightProbe
 from postlude.generate.protocol import Request
 from postlude.hf.checksum import checksum
+from postlude.serving.clients import client as client_module
 from postlude.serving.clients.client import GenerationClient
 from postlude.serving.clients.remote_server import Weights
 from postlude.serving.engine import ServerEngine
@@ -148,6 +150,23 @@ def test_a_server_with_correct_weights_after_the_second_transfer_is_used(ranks: 
         ((metrics, states, problem),) = ranks(1, probed, str(tmp_path), [url], "pp=1", "float32")
     assert (states, problem) == (["up"], "")
     assert [row["servers/failed"] for row in metrics] == [0, 1, 0]
+
+
+def test_a_trial_request_to_a_busy_server_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = iter(range(1))
+
+    def answer(body: dict[str, Any]) -> tuple[list[int], list[float]]:
+        if next(refusals, None) is not None:
+            raise Refusal(429, "too many requests")
+        return deterministic_completion(body)
+
+    with closing(FakeVLLM(answer)) as fake, closing(GenerationClient([fake.url])) as client:
+        (server,) = client.connect()
+        assert len(client.generate_on(server, Request((5, 1), GREEDY)).tokens) == 1
+        refusals = itertools.count()
+        monkeypatch.setattr(client_module, "BUSY_TIMEOUT", 0.0)
+        with pytest.raises(ServerError, match="too many requests"):
+            client.generate_on(server, Request((5, 1), GREEDY))
 
 
 def test_the_probe_of_a_busy_server_is_retried() -> None:

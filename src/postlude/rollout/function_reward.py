@@ -96,7 +96,7 @@ class FunctionReward(FailureCounter, Reward):
             if result.failure is not None:
                 raise ValueError(failure_message(self.name, result))
             for value in self._values(result.value, [task] * count):
-                read_score(value)
+                self._read(value, task)
         except ValueError as error:
             begins = str(error).startswith(self.name)
             raise trial_failure(error if begins else f"{self.name} {error}", task, turn) from error
@@ -157,9 +157,16 @@ class FunctionReward(FailureCounter, Reward):
 
     def _score(self, value: Any, task: Task) -> Score:
         try:
-            return read_score(value, task.name)
+            return self._read(value, task)
         except ValueError as error:
             return self.invalid(error)
+
+    def _read(self, value: Any, task: Task) -> Score:
+        """Returns the score of a value. None in a list is TRL's "not applicable": the completion needs another one."""
+        if value is None and self._signature["takes_list"]:
+            message = f"{self.name} returned None for {task.name}, and there is no other reward of it."
+            return Score(0.0, {}, message, excluded=True, applies=False)
+        return read_score(value, task.name)
 
     def _values(self, value: Any, tasks: Sequence[Task]) -> list[Any]:
         """Returns one value for each completion, or raises ValueError if there are not as many."""
@@ -178,6 +185,8 @@ def _sample(task: Task, turn: AssistantTurn) -> dict[str, Any]:
     return {
         "prompt": task.prompt,
         "completion": turn.text,
+        # As TRL gives it: messages where the row's prompt is messages.
+        "conversation": [{"role": "assistant", "content": turn.text}] if isinstance(task.content, list) else turn.text,
         "raw_completion": turn.text if turn.raw_text is None else turn.raw_text,
         "answer_text": turn.answer_text,
         "completion_ids": list(turn.tokens),

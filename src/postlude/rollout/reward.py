@@ -72,7 +72,8 @@ class WeightedSum(Reward):
     """The sum of weight · reward. Its components are the value of each reward by name, before the weight.
 
     The components of a reward that has some are named "name/component". If one of the rewards of a completion fails, so
-    does the sum, unless its weight is 0: then only its own value is missing, and "name/failed" is 1.
+    does the sum, unless its weight is 0: then only its own value is missing, and "name/failed" is 1. A reward that does
+    not apply to a completion is left out; one must.
     """
 
     def __init__(self, rewards: Mapping[str, Weighted]) -> None:
@@ -123,11 +124,14 @@ class WeightedSum(Reward):
                 stack.callback(weighted.reward.close)
 
     def _sum(self, scores: Mapping[str, Score]) -> Score:
-        weights = {name: weighted.weight for name, weighted in self.rewards.items()}
+        weights = {name: self.rewards[name].weight for name in self.rewards if scores[name].applies}
+        weighted = [name for name in self.rewards if self.rewards[name].weight]
+        if weighted and not any(scores[name].applies for name in weighted):
+            return scores[weighted[0]]
         failed = next((scores[name] for name in weights if weights[name] and scores[name].error is not None), None)
         if failed is not None:
             return failed
-        components: dict[str, float] = {}
+        components = dict.fromkeys(self.rewards, math.nan)
         for name in weights:
             components[name] = math.nan if scores[name].error is not None else scores[name].reward
             components |= {f"{name}/{component}": value for component, value in scores[name].components.items()}

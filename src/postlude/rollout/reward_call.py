@@ -16,7 +16,7 @@ from postlude.user_code import load_callable
 
 LISTS = {
     "prompts": "prompt",
-    "completions": "completion",
+    "completions": "conversation",
     "raw_completions": "raw_completion",
     "answer_texts": "answer_text",
     "completion_ids": "completion_ids",
@@ -25,11 +25,10 @@ LISTS = {
     "examples": "example",
 }
 """Arguments of a function of several completions, and the entries of a sample that they hold."""
-FIELDS = tuple(LISTS.values())
-PLURAL = frozenset(LISTS) - frozenset(FIELDS)
+PLURAL = frozenset(LISTS) - frozenset(LISTS.values())
 
 SampleFields = Mapping[str, Any]
-"""One completion: what `FIELDS` names. "example" is its row."""
+"""One completion: what `LISTS` names, and "completion". "example" is its row."""
 
 
 @dataclass
@@ -121,7 +120,7 @@ class RewardCall:
     def _known(self, samples: Sequence[SampleFields]) -> dict[str, Any]:
         rows = [sample["example"] for sample in samples]
         if not self.takes_list:
-            return {**rows[0], **samples[0]}
+            return {**rows[0], **{name: value for name, value in samples[0].items() if name != "conversation"}}
         columns = dict.fromkeys(column for row in rows for column in row)
         lists = {name: [sample[entry] for sample in samples] for name, entry in LISTS.items()}
         return {**{column: [row.get(column) for row in rows] for column in columns}, **lists}

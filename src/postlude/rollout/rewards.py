@@ -28,6 +28,8 @@ class Score:
     error: str | None = None
     excluded: bool = False
     """Whether the sample is left out of training: the call failed, and no `failed_reward` is set."""
+    applies: bool = True
+    """Whether the reward applies to the completion. If not, the sum of several leaves it out."""
 
     def plus(self, other: Score) -> Score:
         """Returns the sum of two scores, such as those of two turns."""

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
+from statistics import median
 from threading import Lock
 from typing import Any, Protocol, Self
 
@@ -91,14 +92,14 @@ class LiveView:
         self._seconds: dict[str, float] = {}
         self._phase = self._notice = ""
         self._began = time.monotonic()
-        self._ends: deque[float] = deque([self._began], maxlen=RECENT + 1)
+        self._last_end = self._began
+        self._seconds_of_steps: list[float] = []
         self._live: Live | None = None
         self._lock = Lock()  # another thread draws the panel
 
     def __enter__(self) -> Self:
         self._began = time.monotonic()
-        self._ends.clear()
-        self._ends.append(self._began)
+        self._last_end, self._seconds_of_steps = self._began, []
         if self.step and not self._silent:
             self._print(self._before())
         if not self._silent and self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -124,7 +125,9 @@ class LiveView:
         flat = {key: float(value) for key, value in flatten(metrics).items() if isinstance(value, int | float)}
         with self._lock:
             self.step = step
-            self._ends.append(time.monotonic())
+            now = time.monotonic()
+            self._seconds_of_steps.append(now - self._last_end)
+            self._last_end = now
             for label, value in _labelled_values(flat):
                 self._history.setdefault(label, deque(maxlen=REMEMBERED)).append(value)
             self._seconds = {key.removeprefix(TIME): value for key, value in flat.items() if key.startswith(TIME)}
@@ -193,10 +196,15 @@ class LiveView:
         return Text(label), Text(format_number(last), style=style), Text(sparkline(history, width), style="cyan")
 
     def _eta(self) -> float:
-        """Returns the remaining seconds at the speed of the last steps; nan before the first."""
-        steps = len(self._ends) - 1
-        pace = (self._ends[-1] - self._ends[0]) / steps if steps else math.nan
-        return pace * max(self.total - self.step, 0)
+        """Returns the remaining seconds; nan before the first step.
+
+        A step takes as long as the last ones, and of evaluations and checkpoints it has its share of all so far.
+        """
+        if not self._seconds_of_steps:
+            return math.nan
+        usual = median(self._seconds_of_steps[-RECENT:])
+        beyond = sum(max(seconds - usual, 0.0) for seconds in self._seconds_of_steps) / len(self._seconds_of_steps)
+        return (usual + beyond) * max(self.total - self.step, 0)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

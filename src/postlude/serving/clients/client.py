@@ -22,7 +22,7 @@ from postlude.serving.clients.llama_cpp import LlamaCppAPI
 from postlude.serving.clients.openai import OpenAIAPI
 from postlude.serving.clients.postlude import PostludeAPI
 from postlude.serving.clients.remote_server import RemoteServer, Weights
-from postlude.serving.clients.server_pool import Counts, ServerPool
+from postlude.serving.clients.server_pool import BUSY_TIMEOUT, Counts, ServerPool
 from postlude.serving.clients.sglang import SGLangAPI
 from postlude.serving.clients.text import TextAPI
 from postlude.serving.clients.vllm import VLLMAPI
@@ -206,8 +206,8 @@ class GenerationClient:
         self.run(self.pool.cancel_replacement(problem))
 
     def generate_on(self, server: RemoteServer, request: Request) -> Completion:
-        """Returns a completion from this server. Raises `ServerError` if it fails."""
-        return self._with_text(self.run_on(server, server.generate(request)))
+        """Returns a completion from this server, for which a busy server is asked again. Raises `ServerError`."""
+        return self._with_text(self.run_on(server, server.generate_when_free(request, BUSY_TIMEOUT)))
 
     def run_on(self, server: RemoteServer, work: Coroutine[Any, Any, Result]) -> Result:
         """Returns the result of a coroutine of this server. Raises its failure as a `ServerError`."""

@@ -201,7 +201,7 @@ class RemoteServer:
             return
         try:
             async with asyncio.timeout(timeout or self.timeout):
-                completions = await asyncio.gather(*map(self._generate_when_free, weights.probe.requests))
+                completions = await asyncio.gather(*map(self.generate_when_free, weights.probe.requests))
         except TimeoutError as error:
             raise ServerUnavailable("gave no log-probs to compare with the trainer's in time") from error
         except RequestRefused as error:
@@ -214,12 +214,17 @@ class RemoteServer:
             is_second_attempt, self.differing_version = self.differing_version == weights.version, weights.version
             raise InvalidResponse(result.problem) if is_second_attempt else ServerUnavailable(result.problem)
 
-    async def _generate_when_free(self, request: Request) -> Completion:
+    async def generate_when_free(self, request: Request, patience: float = math.inf) -> Completion:
+        """Returns one completion, requested again while the server is busy, for about `patience` seconds."""
+        end = time.monotonic() + patience
         while True:
             try:
                 return await self.generate(request)
             except ServerBusy as busy:
-                await asyncio.sleep(max(busy.retry_after, BUSY_PAUSE))
+                pause = max(busy.retry_after, BUSY_PAUSE)
+                if time.monotonic() + pause > end:
+                    raise
+                await asyncio.sleep(pause)
 
     async def generate(self, request: Request) -> Completion:
         """Returns one completion, with the version of the weights that sampled it if that is known."""
