@@ -186,7 +186,7 @@ def held_out_and_trained_prompts(group: Any, directory: str) -> tuple[list[str],
     config = config_of(Path(directory), *GYM, "--environment.size=1000", "--evaluation.tasks=64")
     with closing(GRPOTrainer(config, "cpu")) as trainer:
         trained = {str(trainer.tasks[index].prompt) for index in trainer.task_sampler.take(1000)}
-        return [str(trainer.tasks[index].prompt) for index in trainer.evaluated.held_out], trained
+        return [str(trainer.tasks[index].prompt) for index in trainer.evaluated[""].held_out], trained
 
 
 def test_held_out_prompts_are_not_trained_on(ranks: Ranks, tmp_path: Path) -> None:

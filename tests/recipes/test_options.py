@@ -358,6 +358,7 @@ TESTED_ELSEWHERE = {
         for name in ("environment", "tasks", "samples_per_prompt", "temperature", "solved")
     },
     "environment.rewards": "its keys, below it",
+    "environment.weight": "test_environment_mixture.py",
     "evaluation.sets": "test_rewards.py: test_sets_have_their_own_tasks_rewards_and_metrics",
     "sets": "test_rewards.py: test_an_evaluation_has_sets_too",
     **{
@@ -409,7 +410,7 @@ def test_every_option_is_tested(command: str) -> None:
         by_the_same_code = path.startswith(("warm_start.optimizer.", "critic.optimizer."))
         by_the_same_code |= path in SUPERVISED and command != "eval"
         by_the_same_code |= path in EXAMPLES and command in ("kto", "distill")
-        by_the_same_code |= path.startswith("data.datasets")  # each is what data is, alone
+        by_the_same_code |= path.startswith(("data.datasets", "environment.environments"))  # each is what one is, alone
         by_the_same_code |= path in OPTIONS_WITH_EFFECT["grpo"] and command == "ppo"
         if (
             path not in OPTIONS_WITH_EFFECT[command]

@@ -83,7 +83,7 @@ class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
         """Returns which tasks are held out, of which rows or of which environment."""
         if self.rollout_sampler is None:
             return super().split()
-        return Split.of_tasks(self.rollout_sampler.source.environment.tasks, self.rows.held_out_identities)
+        return Split.of_tasks(self.rollout_sampler.environments[""].tasks, self.rows.held_out_identities)
 
     def make_batch(
         self, rows: Sequence[EncodedSequence | Task], *, held_out: bool = False

@@ -93,6 +93,7 @@ def run(
                     entry, tasks=_tasks(config, entry.source.environment.tasks, config.sets[entry.name].tasks, split)
                 )
                 for entry in sets
+                if entry.source is not None  # which only held-out tasks of training lack
             ]
         directory = resources.enter_context(
             open_run(config.run, plain, may_change=MAY_CHANGE, defaults=defaults, loggers=config.loggers)

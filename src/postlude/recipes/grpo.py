@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -26,6 +27,7 @@ from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs, training_checks
 from postlude.recipes.checks.second_model import second_model_check
 from postlude.recipes.checks.servers import server_checks
+from postlude.recipes.config.environments import EnvironmentMixture, environments_of
 from postlude.recipes.config.policy_configs import GRPOConfig, PolicyConfig
 from postlude.recipes.config.settings import build_objective
 from postlude.recipes.references import open_frozen_model, prune_references, reference_name
@@ -41,18 +43,19 @@ from postlude.recipes.rollout_columns import (
     reward_penalties,
     routing_column,
 )
-from postlude.recipes.rollouts.evaluation_sets import EvaluatedTasks, EvaluationSet, evaluate, open_sets
+from postlude.recipes.rollouts.evaluation_sets import EvaluationSet, evaluate, evaluated_tasks, open_sets
 from postlude.recipes.rollouts.prompts import build_environment
 from postlude.recipes.rollouts.queue import RolloutQueue, policy_lag
 from postlude.recipes.rollouts.sampler import RolloutBatch, open_rollout_sampler, sample_rows, trajectory_metrics
+from postlude.recipes.row_sources import SEED_STRIDE, MixedRows, TaskOrder
 from postlude.recipes.run.directory import checkpoint_step
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.split import Split
 from postlude.recipes.trainer import StepMetrics, Trainer
 from postlude.recipes.warm_start import warm_start_example
 from postlude.rollout.conversations import Trajectory
-from postlude.rollout.environments import is_chat
-from postlude.rollout.tasks import Task, Tasks
+from postlude.rollout.environments import Environment, is_chat
+from postlude.rollout.tasks import JoinedTasks, Task, Tasks
 from postlude.world.agreement import on_rank0
 
 REDUCTIONS: Mapping[str, Callable[[list[float]], float]] = {"mean": mean, "sum": sum, "max": max, "min": min}
@@ -82,11 +85,13 @@ class GRPOTrainer(Trainer):
 
     def _open_environment_and_queue(self) -> None:
         config, factory = self.config, self.runtime.pool_factory
-        self.environment = self.close_at_end(
-            build_environment(config.environment, config.seed, self.tokenizer, config.sampling, self.limit, factory)
-        )
-        self.tasks: Tasks = self.environment.tasks
-        if is_chat(self.tasks[0].prompt):
+        settings, self.environments = environments_of(config.environment), dict[str, Environment]()
+        seeds = {name: config.seed + SEED_STRIDE * number for number, name in enumerate(settings)}
+        for name, part in settings.items():
+            self.environments[name] = self.close_at_end(
+                build_environment(part, seeds[name], self.tokenizer, config.sampling, self.limit, factory)
+            )
+        if any(is_chat(environment.tasks[0].prompt) for environment in self.environments.values()):
             prepare_chat(self.tokenizer, str(config.model))
         evaluation = config.evaluation
         self.evaluation_sets = open_sets(
@@ -100,12 +105,24 @@ class GRPOTrainer(Trainer):
             close_at_end=self.close_at_end,
         )
         tasks_by_set = {evaluation_set.name: evaluation_set.tasks for evaluation_set in self.evaluation_sets}
-        self.evaluated = EvaluatedTasks(self.tasks, evaluation.held_out, evaluation.split_by, tasks_by_set)
-        self.task_sampler = Sampler(len(self.tasks), config.seed, skip=self.evaluated)
+        tasks_by_name = {name: environment.tasks for name, environment in self.environments.items()}
+        self.evaluated = evaluated_tasks(tasks_by_name, evaluation.held_out, evaluation.split_by, tasks_by_set)
+        samplers = {
+            name: Sampler(len(tasks), seeds[name], skip=self.evaluated[name]) for name, tasks in tasks_by_name.items()
+        }
+        self.tasks: Tasks
+        self.task_sampler: Sampler | MixedRows[int]
+        if not isinstance(config.environment, EnvironmentMixture):
+            (self.tasks,), (self.task_sampler,) = tasks_by_name.values(), samplers.values()
+        else:
+            self.tasks = JoinedTasks(tasks_by_name)
+            firsts = accumulate((len(tasks) for tasks in tasks_by_name.values()), initial=0)
+            orders = {name: TaskOrder(samplers[name], first) for name, first in zip(samplers, firsts, strict=False)}
+            self.task_sampler = MixedRows(orders, [part.weight for part in config.environment.environments])
         staleness = config.asynchrony.max_staleness
         self.rollout_sampler = open_rollout_sampler(
             self,
-            self.environment,
+            self.environments,
             config.rollout,
             config.sampling,
             record_routing=config.replay_routing,
@@ -128,7 +145,8 @@ class GRPOTrainer(Trainer):
 
     def split(self) -> Split:
         """Returns which tasks are held out, of which there are."""
-        return Split.of_tasks(self.tasks, self.evaluated.identities, self.config.evaluation.split_by)
+        identities = set[bytes]().union(*(evaluated.identities for evaluated in self.evaluated.values()))
+        return Split.of_tasks(self.tasks, identities, self.config.evaluation.split_by)
 
     def state(self) -> dict[str, Any]:
         """Returns the state of the task sampler, and the tasks whose groups are started."""
@@ -158,16 +176,20 @@ class GRPOTrainer(Trainer):
     def evaluate(self) -> dict[str, float]:
         """Returns the mean reward and pass@k on held-out tasks and on other sets."""
         sampler, config = self.rollout_sampler, self.config.evaluation
-        held_out = [self.tasks[index] for index in self.evaluated.held_out]
-        sets = [EvaluationSet("", sampler.source, held_out, config)] if held_out else []
+        held_out = [
+            replace(evaluated.tasks[index], environment=name)
+            for name, evaluated in self.evaluated.items()
+            for index in evaluated.held_out
+        ]
+        sets = [EvaluationSet("", None, held_out, config)] if held_out else []
         sets += self.evaluation_sets
         return sampler.sync_and_run_on_rank0(lambda: evaluate(sampler, sets, step=self.step))
 
     def train_warm_start(self) -> StepMetrics:
         """Runs one SFT step on the tasks' reference answers."""
         tasks = [self.tasks[index] for index in self.task_sampler.take(self.config.warm_start.batch_size)]
-        options = self.environment.template_options
-        examples = [warm_start_example(task, self.tokenizer, self.limit, options) for task in tasks]
+        options = {name: environment.template_options for name, environment in self.environments.items()}
+        examples = [warm_start_example(task, self.tokenizer, self.limit, options[task.environment]) for task in tasks]
         batch = Batch(
             [example.tokens for example in examples], {"response_mask": [example.mask for example in examples]}
         )
@@ -355,11 +377,19 @@ def checks(inputs: PreflightInputs, extra_columns: Mapping[str, Any] | None = No
         *training_checks(inputs, trial),
         *(routing_checks if config.replay_routing else []),
         *second_model_check(inputs, "reference_model", config.reference_model),
-        *environment_checks(
-            inputs, config.environment, config.sampling, example=warm_start, held_out=config.evaluation
+        *(
+            check
+            for name, part in environments_of(config.environment).items()
+            for check in environment_checks(
+                inputs, part, config.sampling, name=name, example=warm_start, held_out=config.evaluation
+            )
         ),
         *evaluation_set_checks(inputs, config.evaluation.sets, config.sampling, "evaluation.sets"),
-        *training_overlap_checks(config.environment, config.evaluation),
+        *(
+            check
+            for name, part in environments_of(config.environment).items()
+            for check in training_overlap_checks(part, config.evaluation, name)
+        ),
         *server_checks(
             inputs,
             config.rollout,

@@ -13,6 +13,7 @@ from postlude.data.row_source import RowSource
 from postlude.recipes.report.metrics import ROWS
 from postlude.rollout.tasks import task_identity
 
+SEED_STRIDE = 1_000_003  # difference between the seeds of two parts of a mixture
 Row = TypeVar("Row")
 Row_co = TypeVar("Row_co", covariant=True)
 
@@ -88,6 +89,53 @@ class ShuffledRows(RowSource[Row]):
 
     def state(self) -> dict[str, Any]:
         """Returns the position in the rows."""
+        return self.sampler.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues from a state."""
+        self.sampler.restore(state)
+
+
+class TaskOrder(RowSource[int]):
+    """The indices of the tasks of one environment among those of several: from `first` on, in the sampler's order."""
+
+    def __init__(self, sampler: Sampler, first: int) -> None:
+        self.sampler, self.first = sampler, first
+
+    def take(self, count: int) -> list[int]:
+        """Returns the next indices."""
+        return [self.first + index for index in self.sampler.take(count)]
+
+    @property
+    def identities(self) -> set[bytes]:
+        """None: a run asks its tasks for them."""
+        return set()
+
+    @property
+    def held_out(self) -> Sequence[int]:
+        """None: the sampler skips what is held out."""
+        return ()
+
+    @property
+    def held_out_identities(self) -> set[bytes]:
+        """None, as `held_out`."""
+        return set()
+
+    def exclude(self, identities: set[bytes]) -> None:
+        """Does nothing, as the sampler skips what others hold out."""
+
+    @property
+    def size(self) -> int:
+        """The number of tasks."""
+        return self.sampler.size
+
+    @property
+    def progress(self) -> float:
+        """Epochs done."""
+        return self.sampler.progress
+
+    def state(self) -> dict[str, Any]:
+        """Returns the position in the tasks."""
         return self.sampler.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:

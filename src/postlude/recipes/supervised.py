@@ -22,7 +22,7 @@ from postlude.recipes.config.recipe_configs import SupervisedConfig
 from postlude.recipes.config.settings import fit_schedule
 from postlude.recipes.dataset import EncodedRows, StreamEncoder, cache_folder
 from postlude.recipes.report.metrics import EVAL, LOSS
-from postlude.recipes.row_sources import IndexedRows, MixedRows, ShuffledRows, dataset_names
+from postlude.recipes.row_sources import SEED_STRIDE, IndexedRows, MixedRows, ShuffledRows, dataset_names
 from postlude.recipes.run.directory import is_rank0
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.split import Split
@@ -31,7 +31,6 @@ from postlude.recipes.trainer import StepMetrics, Trainer
 LOG = logging.getLogger(__name__)
 
 Row = TypeVar("Row")
-SEED_STRIDE = 1_000_003  # difference between the seeds of two datasets of a mixture
 
 
 class SupervisedTrainer(Trainer, Generic[Row]):

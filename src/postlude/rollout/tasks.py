@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -34,6 +34,8 @@ class Task:
     """Where it comes from, for reports and error messages."""
     content: Prompt | None = field(default=None, compare=False)
     """What identifies it: the prompt before a chat, a system message or a tag were put around it; None is `prompt`."""
+    environment: str = field(default="", compare=False)
+    """The name of its environment among several."""
 
 
 class Tasks(Protocol):
@@ -58,6 +60,24 @@ class TaskSubset:
 
     def __getitem__(self, index: int) -> Task:
         return self.tasks[self.indices[check_index(index, len(self))]]
+
+
+@dataclass(frozen=True)
+class JoinedTasks:
+    """The tasks of several environments, one after the other."""
+
+    parts: Mapping[str, Tasks]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts.values()))
+
+    def __getitem__(self, index: int) -> Task:
+        check_index(index, len(self))
+        for name, tasks in self.parts.items():
+            if index < len(tasks):
+                return replace(tasks[index], environment=name)
+            index -= len(tasks)
+        raise AssertionError
 
 
 def hold_out(tasks: Tasks, count: int, by: SplitBy = "prompt") -> HeldOutRows:

@@ -32,7 +32,9 @@ def evaluation_set_checks(
         )
 
 
-def training_overlap_checks(settings: EnvironmentSettings, evaluation: EvaluationSettings) -> Iterator[Check]:
+def training_overlap_checks(
+    settings: EnvironmentSettings, evaluation: EvaluationSettings, environment_name: str = ""
+) -> Iterator[Check]:
     """Check that sets leave tasks to train on, where prompts are read from files and not generated."""
     file_sets = {
         name: (set_settings, set_settings.environment)
@@ -53,7 +55,9 @@ def training_overlap_checks(settings: EnvironmentSettings, evaluation: Evaluatio
 
     if file_sets and isinstance(settings, PromptSettings):
         yield Check(
-            "evaluation.sets", count_evaluated, after=("tasks", *(f"evaluation.sets.{name}" for name in file_sets))
+            f"evaluation.sets {environment_name}".strip(),
+            count_evaluated,
+            after=(f"tasks {environment_name}".strip(), *(f"evaluation.sets.{name}" for name in file_sets)),
         )
 
 
@@ -62,12 +66,14 @@ def environment_checks(
     settings: EnvironmentSettings,
     sampling: SamplingSettings,
     *,
+    name: str = "",
     example: Callable[[Task, Mapping[str, Any]], Any] | None = None,
     held_out: EvaluationSettings | None = None,
 ) -> Iterator[Check]:
-    """Checks of tasks and rewards. `example` encodes a task for the warm start."""
-
-    yield Check("tasks", partial(_environment, inputs, settings, sampling, example, held_out), after=("tokenizer",))
+    """Checks of tasks and rewards. `name` is that of one of several environments. `example` encodes a task for the warm
+    start."""
+    check = partial(_environment, inputs, settings, sampling, example, held_out)
+    yield Check(f"tasks {name}".strip(), check, after=("tokenizer",))
     if sampling.draft is not None:
         yield Check("draft", lambda: _draft(inputs), after=("model",))
     if sampling.stop_tokens:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -20,6 +21,7 @@ from postlude.recipes.config.rewards import (
     built_in,
 )
 from postlude.recipes.config.schema import Settings, TaggedUnion
+from postlude.recipes.row_sources import dataset_names
 from postlude.rollout.async_environment import AsyncEnvironment
 from postlude.rollout.environments import Environment, MultiTurn, SingleTurn, is_chat
 from postlude.rollout.openenv import OpenEnvServer, OpenEnvTasks
@@ -31,8 +33,11 @@ from postlude.user_code import load_callable
 
 
 class RewardSettings(Settings):
-    """How a reward call fails."""
+    """How a reward call fails, and the weight of an environment."""
 
+    weight: Positive | None = None
+    """Weight of this environment in a list of them: its share of the prompts is its weight over the sum of weights.
+    None takes the number of its tasks."""
     timeout: Positive = 30.0
     """Seconds after which a reward call, or a call of the environment, counts as failed."""
     failed_reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
@@ -242,6 +247,15 @@ class OpenEnvSettings(TurnSettings):
         return AsyncEnvironment(tasks, server.episode, name=f"the server at {self.address}", **self.turn_options)
 
 
+ENVIRONMENTS: dict[str, type] = {
+    "reasoning_gym": ReasoningGymSettings,
+    "dataset": DatasetSettings,
+    "reward_model": RewardModelSettings,
+    "conversation": ConversationSettings,
+    "tools": ToolSettings,
+    "episodes": EpisodeSettings,
+    "openenv": OpenEnvSettings,
+}
 EnvironmentSettings: TypeAlias = Annotated[
     ReasoningGymSettings
     | DatasetSettings
@@ -250,13 +264,51 @@ EnvironmentSettings: TypeAlias = Annotated[
     | ToolSettings
     | EpisodeSettings
     | OpenEnvSettings,
-    TaggedUnion(
-        reasoning_gym=ReasoningGymSettings,
-        dataset=DatasetSettings,
-        reward_model=RewardModelSettings,
-        conversation=ConversationSettings,
-        tools=ToolSettings,
-        episodes=EpisodeSettings,
-        openenv=OpenEnvSettings,
-    ),
+    TaggedUnion(**ENVIRONMENTS),
 ]
+
+
+class EnvironmentMixture(Settings):
+    """Several environments, each with rewards of its own, whose tasks are mixed by weight."""
+
+    list_field: ClassVar[str] = "environments"
+    """The field that a list sets."""
+
+    environments: Annotated[tuple[EnvironmentSettings, ...], Field(min_length=2)]
+    """The environments."""
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> Self:
+        known = [environment.weight is not None for environment in self.environments]
+        if any(known) and not all(known):
+            name = list(environments_of(self))[known.index(False)]
+            raise ValueError(f"{name} has no weight, but others have. Give all or none.")
+        return self
+
+
+TrainingEnvironment: TypeAlias = Annotated[
+    ReasoningGymSettings
+    | DatasetSettings
+    | RewardModelSettings
+    | ConversationSettings
+    | ToolSettings
+    | EpisodeSettings
+    | OpenEnvSettings
+    | EnvironmentMixture,
+    TaggedUnion(**ENVIRONMENTS, mixture=EnvironmentMixture),
+]
+
+
+def environments_of(settings: EnvironmentSettings | EnvironmentMixture) -> dict[str, EnvironmentSettings]:
+    """Returns the environments of a section by their names in metrics; one alone has the name ""."""
+    if not isinstance(settings, EnvironmentMixture):
+        return {"": settings}
+    names = dataset_names([Path(_source(environment)) for environment in settings.environments])
+    alone = [environment.model_copy(update={"weight": None}) for environment in settings.environments]
+    return dict(zip(names, alone, strict=True))
+
+
+def _source(settings: EnvironmentSettings) -> Path | str:
+    if isinstance(settings, OpenEnvSettings):
+        return "openenv"
+    return settings.task if isinstance(settings, ReasoningGymSettings) else settings.path

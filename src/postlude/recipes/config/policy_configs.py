@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from postlude.checks import NonNegative, Positive
 from postlude.objectives import PolicyGradient, RewardKL
 from postlude.optimizer import SGD, AdamW
-from postlude.recipes.config.environments import EnvironmentSettings, ReasoningGymSettings
+from postlude.recipes.config.environments import ReasoningGymSettings, TrainingEnvironment, environments_of
 from postlude.recipes.config.rollout import NativeRollout, RolloutSettings
 from postlude.recipes.config.schema import Settings, TaggedUnion
 from postlude.recipes.config.settings import (
@@ -51,8 +51,8 @@ class Asynchrony(Settings):
 class PolicyConfig(TrainingConfig):
     """The config of GRPO and PPO."""
 
-    environment: EnvironmentSettings = ReasoningGymSettings(task="chain_sum")
-    """Source of tasks and rewards."""
+    environment: TrainingEnvironment = ReasoningGymSettings(task="chain_sum")
+    """Source of tasks and rewards: an environment, or a list of environments to mix."""
     steps: PositiveInt = 200
     """Number of steps with rollouts, after those of the warm start."""
     prompts_per_step: PositiveInt = 32
@@ -114,6 +114,11 @@ class PolicyConfig(TrainingConfig):
         if self.overlong_buffer:
             self._check_overlong()
         self._check_reference()
+        if both := sorted(environments_of(self.environment).keys() & self.evaluation.sets.keys()):
+            raise ValueError(
+                f"environment and evaluation.sets both have {both[0]}, which would be two meanings of the metrics "
+                f"eval/{both[0]}/…. Rename the set."
+            )
         if self.sampling.temperature <= 0:
             raise ValueError("sampling.temperature is 0, but a group of equal completions has nothing to compare.")
         if isinstance(self.objective, PolicyGradient):

@@ -332,7 +332,7 @@ def options_of(section: Node, path: str = "", default: Any = None, kind: str = "
 def describe(config: type) -> str:
     """Returns every option with its type, default and help, for `--help`.
 
-    A section by name that has the kinds of an earlier one refers to it.
+    A section by name, or in a list, that has the kinds of an earlier one refers to it.
     """
     lines, width = [], min(shutil.get_terminal_size().columns, 110) - 2
     described: dict[tuple[str, ...], str] = {}  # paths of sections by their classes
@@ -341,8 +341,12 @@ def describe(config: type) -> str:
         if option.path.startswith(tuple(repeated)):
             continue
         kind, nested = f" ({option.kind})" if option.kind else "", sections(option.node)
-        first = described.setdefault(tuple(section["title"] for section in nested.values()), option.path)
-        if len(nested) > 1 and first != option.path and "*" in option.path:
+        lists = (shape["items"] for shape in alternatives(option.node) if isinstance(shape.get("items"), dict))
+        items: Node = next(lists, {})
+        nested = nested or sections(items)
+        titles = tuple(section["title"] for section in nested.values() if LIST not in section)
+        first = described.setdefault(titles, option.path)
+        if len(nested) > 1 and first != option.path and ("*" in option.path or items):
             repeated.append(f"{option.path}.")
             lines += [
                 f"--{option.path}: the keys of --{first}",

@@ -151,8 +151,9 @@ class EvaluationSettings(PassSettings):
     every: NonNegativeInt = 50
     """Steps between evaluations; 0 disables evaluation."""
     tasks: NonNegativeInt | None = None
-    """Number of held-out tasks: the last ones with different prompts. Other tasks with one of these prompts are not
-    trained on either. They are held out also if `every` is 0, to be evaluated later; none takes 64, or 0 if it is 0."""
+    """Number of held-out tasks, of each environment: the last ones with different prompts. Other tasks with one of
+    these prompts are not trained on either. They are held out also if `every` is 0, to be evaluated later; none takes
+    64, or 0 if it is 0."""
     split_by: SplitBy = "prompt"
     """What distinguishes held-out tasks from trained ones: the "prompt", or the whole "row" where prompts are equal and
     rows differ, such as in games."""

@@ -28,7 +28,8 @@ class EvaluationSet:
 
     name: str
     """The prefix of its metrics; "" for the held-out tasks of training."""
-    source: PromptSource
+    source: PromptSource | None
+    """None takes that of each task's environment in training."""
     tasks: Sequence[Task]
     settings: PassSettings
 
@@ -43,9 +44,15 @@ class EvaluationSet:
 
     def metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Returns the metrics of its trajectories, under its name."""
-        metrics = evaluation_metrics(trajectories, self.settings.samples_per_prompt, self.settings.solved)
-        prefix = f"{EVAL}{self.name}/" if self.name else EVAL
-        return {f"{prefix}{name.removeprefix(EVAL)}": value for name, value in metrics.items()}
+        samples, solved = self.settings.samples_per_prompt, self.settings.solved
+        parts = {self.name: trajectories}
+        for name in sorted({trajectory.task.environment for trajectory in trajectories} - {""}):
+            parts[name] = [trajectory for trajectory in trajectories if trajectory.task.environment == name]
+        return {
+            f"{EVAL}{part}/{name.removeprefix(EVAL)}" if part else name: value
+            for part, part_trajectories in parts.items()
+            for name, value in evaluation_metrics(part_trajectories, samples, solved).items()
+        }
 
 
 class EvaluatedTasks:
@@ -74,6 +81,24 @@ class EvaluatedTasks:
         if not isinstance(index, int):
             return False
         return index in self._rows or any(self.tasks[index] in tasks for tasks in self._sets)
+
+
+def evaluated_tasks(
+    environments: Mapping[str, Tasks], count: int, split_by: SplitBy, sets: Mapping[str, Sequence[Task]]
+) -> dict[str, EvaluatedTasks]:
+    """Returns the tasks of each environment that are not trained on: also those that another environment holds out."""
+    if len(environments) == 1:
+        return {name: EvaluatedTasks(tasks, count, split_by, sets) for name, tasks in environments.items()}
+    held_out = {
+        name: [tasks[index] for index in hold_out(tasks, count, split_by).indices] if count else []
+        for name, tasks in environments.items()
+    }
+    return {
+        name: EvaluatedTasks(
+            tasks, count, split_by, {**sets, **{other: held_out[other] for other in environments if other != name}}
+        )
+        for name, tasks in environments.items()
+    }
 
 
 class _TasksByColumns:

@@ -60,6 +60,8 @@ def build_environment(
     pool_factory: PoolFactory | None = None,
 ) -> Environment:
     """Returns the environment, without the prompts that `overlong: drop` drops. Only rank 0 starts reward workers."""
+    if settings.weight is not None:
+        raise ValueError(f"weight is {settings.weight:g}, but the environment is not in a list. Leave it out.")
     check_variables(tokenizer, settings.template_variables)
     environment = settings.build(seed, pool_factory if is_rank0() else NullPool)
     environment.template_options = {**settings.template_variables, **environment.template_options}

@@ -10,6 +10,7 @@ from typing import Any
 
 from postlude.data.datasets import Sampler
 from postlude.recipes.rollouts.sampler import RolloutSampler
+from postlude.recipes.row_sources import MixedRows
 from postlude.rollout.conversations import Trajectory, TrajectoryGroup
 from postlude.rollout.tasks import Tasks
 
@@ -42,7 +43,7 @@ class RolloutQueue:
         self,
         rollout_sampler: RolloutSampler,
         tasks: Tasks,
-        task_sampler: Sampler,
+        task_sampler: Sampler | MixedRows[int],
         *,
         samples_per_prompt: int,
         prompts_per_step: int,

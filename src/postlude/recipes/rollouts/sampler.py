@@ -64,7 +64,7 @@ class RolloutSampler:
     def __init__(
         self,
         rollout_engine: DistributedEngine,
-        environment: Environment,
+        environment: Environment | Mapping[str, Environment],
         tokenizer: ChatTokenizer,
         settings: SamplingSettings,
         *,
@@ -75,14 +75,18 @@ class RolloutSampler:
         signals: StopSignals | None = None,
         offloaded_engine: Engine | None = None,
     ) -> None:
-        self.rollout_engine, self.environment, self.settings = rollout_engine, environment, settings
+        self.rollout_engine, self.settings = rollout_engine, settings
+        self.environments = environment if isinstance(environment, Mapping) else {"": environment}
         # The generator ends turns by itself; servers are told, since their model's files may not say what ends one.
         stop_tokens = dict.fromkeys([*settings.stop_ids(tokenizer), *turn_ends(tokenizer)])
         self.params = replace(settings.params, stop_tokens=tuple(stop_tokens))
         self.limit, self.seed, self.timer = limit, seed, timer
         self.background, self.signals, self.offloaded_engine = background, signals, offloaded_engine
         self._reported_lost_workers = 0
-        self.tokenizer, self.source = tokenizer, prompt_source(environment, tokenizer, settings, limit)
+        self.tokenizer = tokenizer
+        self.sources = {
+            name: prompt_source(part, tokenizer, settings, limit) for name, part in self.environments.items()
+        }
         # In the background sampling overlaps training: `wait` then times only the waiting.
         self.conversations = Conversations(
             rollout_engine,
@@ -148,9 +152,9 @@ class RolloutSampler:
     ) -> TrajectoryGroup:
         """Returns a group that is not started yet. Its seed derives from `step`, `seed_stream` and `number`.
 
-        `params` and `source` are by default those of training.
+        `params` and `source` are by default those of training; of several environments, the task's.
         """
-        source = source or self.source
+        source = source or self.sources[task.environment]
         prompt = encode_prompt(source.encoder, task, self.limit, self.settings)
         params = replace(params or self.params, seed=combine_seeds(self.seed, step, seed_stream, number))
         return TrajectoryGroup.of(task, number, prompt, params, samples, source)
@@ -175,16 +179,17 @@ class RolloutSampler:
 
     def take_metrics(self) -> dict[str, float]:
         """Returns metrics of the rollout engine and the reward workers since the last call."""
-        metrics, lost = self.rollout_engine.take_metrics(), self.environment.lost_workers
-        if lost is not None:
-            metrics[WORKERS_LOST] = float(lost - self._reported_lost_workers)
-            self._reported_lost_workers = lost
+        metrics = self.rollout_engine.take_metrics()
+        counts = [environment.lost_workers for environment in self.environments.values()]
+        if known := [count for count in counts if count is not None]:
+            metrics[WORKERS_LOST] = float(sum(known) - self._reported_lost_workers)
+            self._reported_lost_workers = sum(known)
         return metrics
 
 
 def open_rollout_sampler(
     trainer: Trainer,
-    environment: Environment,
+    environment: Environment | Mapping[str, Environment],
     rollout: Rollout,
     sampling: SamplingSettings,
     *,
@@ -248,7 +253,14 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> StepMetrics:
     kinds = (REWARD_FAILED, *FAILURE_KINDS)
     components = [trajectory.components for trajectory in trajectories]
     failures = [{kind: values[kind] for kind in kinds if kind in values} for values in components]
-    return metrics | _means(COMPONENTS, [trajectory.components for trajectory in scored]) | _means(COMPONENTS, failures)
+    for name in dict.fromkeys(trajectory.task.environment for trajectory in scored):
+        part = [trajectory for trajectory in scored if trajectory.task.environment == name]
+        if name:
+            metrics[f"{COMPONENTS}{name}"] = mean(trajectory.reward for trajectory in part)
+        metrics |= _means(
+            f"{COMPONENTS}{name}/" if name else COMPONENTS, [trajectory.components for trajectory in part]
+        )
+    return metrics | _means(COMPONENTS, failures)
 
 
 def sample_rows(trajectories: Sequence[Trajectory], tokenizer: Any) -> list[Sample]:
