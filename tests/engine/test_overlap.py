@@ -114,9 +114,9 @@ def test_overlapped_repeated_mtp_depth_with_experts(ranks: Any, layout: str, opt
     assert_identical(ranks(LAYOUTS[layout], with_and_without_overlap, layout, source, 2, options))
 
 
-def exchanges_outside_the_plan(group: Any, layout: str, objective: Any) -> set[str]:
+def exchanges_outside_the_plan(group: Any, layout: str, objective: Any, mtp: bool) -> set[str]:
     """Returns the exchanges that a step started outside the plan."""
-    engine = Engine(config("[*E]/[*E]"), budget=32, mesh=mesh(Layout.parse(layout)), mtp=True, overlap=True)
+    engine = Engine(config("[*E]/[*E]"), budget=32, mesh=mesh(Layout.parse(layout)), mtp=mtp, overlap=True)
     recording = Recording(0, torch.device("cpu"))
     engine.forward_backward(batch(0), objective, recorder=recording)
     return {span.name for span in recording.spans() if span.kind == "exchange"}
@@ -124,9 +124,9 @@ def exchanges_outside_the_plan(group: Any, layout: str, objective: Any) -> set[s
 
 @pytest.mark.slow
 def test_depths_requested_by_an_objective_are_exchanged_by_the_plan(ranks: Any) -> None:
-    (actual, _) = ranks(2, exchanges_outside_the_plan, "dp_shard=2,ep=2", MTP(objective=SFT()))
+    (actual, _) = ranks(2, exchanges_outside_the_plan, "dp_shard=2,ep=2", MTP(objective=SFT()), True)
     assert {"mtp.0.layers.0 moe.dispatch", "mtp.0.layers.0 moe.combine"} < actual
-    (actual, _) = ranks(2, exchanges_outside_the_plan, "dp_shard=2,ep=2", SFT())
+    (actual, _) = ranks(2, exchanges_outside_the_plan, "dp_shard=2,ep=2", SFT(), False)
     assert actual == {"layers.0 moe.dispatch", "layers.0 moe.combine"}
 
 

@@ -343,6 +343,10 @@ def test_drafted_completions_have_the_models_distribution() -> None:
 def test_stop_string_ends_a_completion_between_two_drafted_tokens(generator_type: type[Generator]) -> None:
     class Letters:
         eos_token_id = None
+        chat_template = None
+
+        def get_added_vocab(self) -> dict[str, int]:
+            return {}
 
         def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
             return "".join(chr(ord("A") + token) for token in token_ids)

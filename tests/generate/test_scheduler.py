@@ -291,6 +291,10 @@ def test_tokenizer_error_in_one_completion_affects_no_other(generator_type: type
 
     class Fails:
         eos_token_id = None
+        chat_template = None
+
+        def get_added_vocab(self) -> dict[str, int]:
+            return {}
 
         def decode(self, tokens, **how) -> str:
             if len(tokens) == 2:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PretrainedConfig
+from packaging.version import Version
+from transformers import PretrainedConfig, __version__
 
 from postlude import load_model, pack
 from tests.equality import difference
@@ -21,6 +22,8 @@ OTHERWISE_READ = {
     # transformers clamps time steps to it; it is for initialisation (its pull request 48989).
     ("nemotron_h", "time_step_min"),
 }
+if Version(__version__) < Version("5.20"):  # 5.17 takes the states of other groups on a CPU; 5.23 does not
+    OTHERWISE_READ |= {("mamba2", "n_groups"), ("granitemoehybrid", "mamba_n_groups")}
 DIFFERENT = 1e-3  # relative: rounding is below 1e-5, and a field that is ignored changes 1e-2 and more
 
 

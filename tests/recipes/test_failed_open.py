@@ -31,7 +31,7 @@ def trainer_of(recipe: str, directory: str, budget: int = 64) -> GRPOTrainer | D
     (place / "tasks.jsonl").write_text("".join(rows))
     (place / "judge.py").write_text("def score(prompt, completion, example):\n    return 0.0\n")
     under = "data." if recipe == "distill" else ""
-    words = [f"--run={place}/run", f"--budget={budget}", f"--{under}environment=dataset"]
+    words = [f"--run={place}/run", f"--budget={budget}", f"--context_length={budget}", f"--{under}environment=dataset"]
     words += [f"--{under}environment.path={place}/tasks.jsonl", f"--{under}environment.reward={place}/judge.py:score"]
     words += [f"--{under}environment.workers=0", f"--{under}sampling.max_new_tokens=2"]
     if recipe == "grpo":
@@ -70,7 +70,7 @@ def open_failing_trainer(group: Any, directory: str, recipe: str, part: str) -> 
     ("part", "closed"),
     [
         ("postlude.recipes.grpo.RolloutQueue", ALL),
-        ("postlude.recipes.grpo.EvaluatedTasks", ["SingleTurn"]),
+        ("postlude.recipes.grpo.evaluated_tasks", ["SingleTurn"]),
         ("postlude.recipes.distill.ShuffledRows", ALL),
         ("postlude.recipes.distill.check_teacher", ALL),
     ],

@@ -242,7 +242,7 @@ def test_sampler_of_invalid_path_is_refused(tmp_path: Path) -> None:
             ):
                 body = {"session_id": client.session, "sampling_session_seq_id": 9} | fields
                 reply = await client.post("create_sampling_session", body)
-                assert reply.status == 400
+                assert reply.status == (404 if "nobody" in str(fields) else 400)
                 assert sentence in reply.json["error"]
             body = {"model_id": model, "seq_id": 3, "path": weights["path"], "optimizer": True}
             assert "has no training state" in (await client.call("load_weights", body))["error"]

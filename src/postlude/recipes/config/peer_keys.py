@@ -29,7 +29,8 @@ PEER_KEYS: dict[str, tuple[str, ...]] = {
     "steps_per_generation ppo_mini_batch_size": ("minibatches",),
     "num_iterations num_ppo_epochs ppo_epochs": ("epochs",),
     "max_completion_length max_response_length response_length": ("sampling.max_new_tokens",),
-    "max_length max_seq_length max_seq_len max_prompt_length max_total_sequence_length cutoff_len "
+    "max_length max_seq_length max_seq_len max_total_sequence_length cutoff_len": ("context_length",),
+    "max_prompt_length "
     "ppo_max_token_len_per_gpu per_device_eval_batch_size train_micro_batch_size ppo_micro_batch_size_per_gpu": (
         "budget",
     ),
@@ -53,7 +54,8 @@ PEER_KEYS: dict[str, tuple[str, ...]] = {
     "lam gamma_lambda": ("gae_lambda",),
     "vf_coef": ("critic.coefficient",),
     "cliprange_value": ("critic.clip",),
-    "use_vllm vllm_mode vllm_server_base_url": ("rollout.kind",),
+    "use_vllm vllm_mode": ("rollout.kind",),
+    "vllm_server_base_url vllm_server_host vllm_server_port": ("rollout.urls",),
     "vllm_enable_sleep_mode": ("rollout.share_gpu",),
     "reward_funcs reward_fn reward_function custom_reward_function": ("environment.reward",),
     "reward_weights": ("environment.rewards",),
