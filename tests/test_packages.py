@@ -16,6 +16,7 @@ PACKAGES = (
     "version",
     "error_output",
     "user_code",
+    "secret_names",
     "checks",
     "options",
     "layout",

@@ -17,6 +17,7 @@ from postlude.recipes.report.metrics import EVAL, LAYER, LENGTH, LOSS, MEMORY, P
 from postlude.recipes.report.samples import samples
 from postlude.recipes.report.summary import REPORT
 from postlude.recipes.report.tables import config, differences, held_out, machine, summaries
+from postlude.recipes.run.directory import is_private
 from postlude.recipes.run.durable_files import write_atomic
 
 CURVES = (  # the first curves, in this order
@@ -53,7 +54,7 @@ def write_report(run_dirs: Sequence[Path], target: Path) -> Path:
     target = target / REPORT if target.is_dir() else target
     target.parent.mkdir(parents=True, exist_ok=True)
     page = _page(read_runs(run_dirs))
-    write_atomic(target, page.encode(errors="backslashreplace"))
+    write_atomic(target, page.encode(errors="backslashreplace"), private=any(map(is_private, run_dirs)))
     return target
 
 

@@ -27,7 +27,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch.distributed as dist
 import yaml
 
-from postlude.recipes.config.secrets import mask
+from postlude.recipes.config.secrets import mask, with_masks_of
 from postlude.recipes.run.config_changes import (
     MISSING,
     describe_differences,
@@ -158,7 +158,8 @@ class RunDirectory:
         starts = read_record(self.path).get("starts", [])
         changed = {"changed": self.changed} if self.changed else {}
         record = {"starts": [*starts, _plain(entries) | changed]}
-        write_atomic(self.path / RECORD, json.dumps(record, indent=2, ensure_ascii=False).encode() + b"\n")
+        text = json.dumps(mask(record), indent=2, ensure_ascii=False)
+        write_atomic(self.path / RECORD, text.encode() + b"\n", private=is_private(self.path))
 
     def resume_at(self, step: int) -> None:
         """Drops what was logged of later steps, which will be repeated, and a partial line. -1 drops everything."""
@@ -300,6 +301,12 @@ def read_config(run: Path) -> dict[str, Any]:
     return mask(config) if isinstance(config, dict) else config or {}
 
 
+def is_private(run: Path) -> bool:
+    """Returns whether what holds the config of a run is for its owner alone, because the config had secrets."""
+    path = run / CONFIG
+    return path.is_file() and not path.stat().st_mode & 0o077
+
+
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """Returns the lines of metrics.jsonl, also while the run writes it."""
     return JSONLinesFile(run / METRICS).read()
@@ -341,7 +348,7 @@ def _changes(
     """
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file; a run needs a directory (--run).")
-    written = _as_yaml(config)
+    masked = _masked(config)
     steps = _has_steps(path)
     if not (path / CONFIG).is_file():
         if steps:
@@ -356,9 +363,10 @@ def _changes(
             f"{changed} changed since {path} was last started. Restore the file, set --file_changes allow to resume "
             "with the new one, or give another directory (--run)."
         )
+    written = _config_of(path)
     changed_keys = [
         (key, old, new)
-        for key, old, new in differences(yaml.load(written, LOADER), _config_of(path))
+        for key, old, new in differences(with_masks_of(written, masked), written)
         if not (old is MISSING and new in defaults.get(key, ()))
     ]
     refused = [change for change in changed_keys if not is_covered(change[0], may_change)]
@@ -401,16 +409,24 @@ def _config_of(path: Path) -> dict[str, Any]:
 def _write_config(path: Path, config: Mapping[str, Any], changed: bool) -> None:
     """Writes the config. An earlier one that has steps is kept in configs/."""
     (path / CHECKPOINTS).mkdir(exist_ok=True)
+    masked, written = _masked(config), _config_of(path) if _has_steps(path) else {}
+    private = mask(_plain(config)) != _plain(config) or is_private(path)
     if changed:
         (path / EARLIER).mkdir(exist_ok=True)
         number = 1 + len(list((path / EARLIER).iterdir()))
-        write_atomic(path / EARLIER / f"{number:03d}.yaml", (path / CONFIG).read_bytes())
-    write_atomic(path / CONFIG, _as_yaml(config).encode())
+        write_atomic(path / EARLIER / f"{number:03d}.yaml", _as_yaml(written).encode(), private=private)
+    write_atomic(path / CONFIG, _as_yaml(with_masks_of(written, masked)).encode(), private=private)
+
+
+def _masked(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config as it is read from its file: masked, in the types of YAML."""
+    masked: dict[str, Any] = yaml.load(_as_yaml(mask(_plain(config))), LOADER)
+    return masked
 
 
 def _as_yaml(config: Mapping[str, Any]) -> str:
     try:
-        return yaml.dump(mask(_plain(config)), Dumper=DUMPER, sort_keys=False, allow_unicode=True)
+        return yaml.dump(config, Dumper=DUMPER, sort_keys=False, allow_unicode=True)
     except yaml.YAMLError as error:
         raise TypeError(
             f"{CONFIG} cannot hold this config ({error}); use numbers, strings, lists and dicts."

@@ -84,11 +84,14 @@ class JSONLinesFile:
                 write_atomic(self.path, data[:end])
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """Replaces a file atomically: a kill leaves the old or the new content."""
+def write_atomic(path: Path, content: bytes, *, private: bool = False) -> None:
+    """Replaces a file atomically: a kill leaves the old or the new content. A private one is for its owner alone."""
     aside = path.with_name(f".{path.name}.aside")
     try:
-        with aside.open("wb", buffering=0) as file:
+        if private:
+            aside.unlink(missing_ok=True)  # one that a kill left may be open to others
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600 if private else 0o666)
+        with FileIO(descriptor, "wb") as file:
             _write_all(file, content)
             os.fsync(file.fileno())
         aside.replace(path)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from postlude.recipes.config.secrets import mask
 from postlude.recipes.run.durable_files import write_atomic
 
 OUTCOME_FILE = "ending.json"
@@ -34,7 +35,7 @@ class RunOutcome:
 
 def write_outcome(run: Path, outcome: RunOutcome) -> None:
     """Writes how a run ended."""
-    values = {key: getattr(outcome, field) for key, field in KEYS.items()}
+    values = mask({key: getattr(outcome, field) for key, field in KEYS.items()})
     write_atomic(run / OUTCOME_FILE, json.dumps(values, ensure_ascii=False).encode(errors="backslashreplace"))
 
 
