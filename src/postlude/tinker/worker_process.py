@@ -14,16 +14,16 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from postlude.cluster.ray_cluster import LOCAL
 from postlude.tinker.backend import BaseModelInfo, PassRequest, SampleProgress
 from postlude.tinker.messages import ERROR, PROGRESS, RAN, READY, RESULT, Call, Cancel, StagePass, UnstagePass, take_all
+from postlude.tinker.rank_listener import Address, RankListener
 from postlude.tinker.settings import WorkerSettings
 
-Address = str | tuple[str, int]
 CLOSE_SECONDS = 10.0
 """For ranks to end by themselves."""
 STAGED_BYTES = 256 * 1024**2
@@ -58,10 +58,10 @@ class WorkerProcess:
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._directory = tempfile.TemporaryDirectory(prefix="postlude-tinker-")
         key = secrets.token_bytes(32)
-        listener, address = self._listen(key)
+        listener = RankListener(self._listening_address(), key)
         context = multiprocessing.get_context("spawn")
         report, child_report = context.Pipe(duplex=False)
-        self._process = context.Process(target=run_ranks, args=(self.settings, address, key, child_report))
+        self._process = context.Process(target=run_ranks, args=(self.settings, listener.address, key, child_report))
         self._process.start()
         child_report.close()
         threading.Thread(target=self._receive, args=(listener,), name="tinker results", daemon=True).start()
@@ -69,13 +69,13 @@ class WorkerProcess:
         self.info = await self._ready
         return self.info
 
-    def _listen(self, key: bytes) -> tuple[Listener, Address]:
-        """Returns where rank 0 connects to: a file, or a port of this machine if it may be on another node."""
+    def _listening_address(self) -> Address:
+        """Returns where rank 0 connects to: a file, or a free port of this node's address if it may be on another."""
         if self.settings.ray in (None, LOCAL):
-            address = str(Path(self._directory.name, "rank0"))
-            return Listener(address, authkey=key), address
-        listener = Listener(("", 0), authkey=key)
-        return listener, ("", listener.address[1])
+            return str(Path(self._directory.name, "rank0"))
+        from postlude.cluster.service_ranks import node_address
+
+        return node_address(), 0
 
     async def call(
         self,
@@ -141,7 +141,7 @@ class WorkerProcess:
 
     # --- in threads
 
-    def _receive(self, listener: Listener) -> None:
+    def _receive(self, listener: RankListener) -> None:
         try:
             with listener.accept() as connection:
                 threading.Thread(target=self._send, args=(connection,), name="tinker calls", daemon=True).start()
@@ -159,7 +159,7 @@ class WorkerProcess:
                 if None in messages:  # the last one
                     return
 
-    def _watch(self, report: Connection, listener: Listener) -> None:
+    def _watch(self, report: Connection, listener: RankListener) -> None:
         reason = "its process was killed"
         with suppress(EOFError, OSError):
             reason = report.recv()
@@ -214,10 +214,8 @@ def run_ranks(settings: WorkerSettings, address: Address, key: bytes, report: Co
         if settings.ray is None:
             run_on_ranks(run_worker, settings, address, key, nproc=size, **options)
         else:
-            from postlude.cluster.service_ranks import node_address, run_service_on_ray
+            from postlude.cluster.service_ranks import run_service_on_ray
 
-            if not isinstance(address, str):
-                address = (node_address(), address[1])
             run_service_on_ray(run_worker, settings, address, key, address=settings.ray, ranks=size, **options)
         report.send("the server closed the connection")
     except BaseException as error:
