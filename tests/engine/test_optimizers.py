@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
-from postlude import AdamW, Batch, Layout
+from postlude import AdamW, Batch, Layout, load_model
 from postlude import ranks as started
 from postlude.engine import SGD, Engine
 from postlude.engine import offload as offloading
@@ -456,3 +457,40 @@ def test_split_weights_keep_all_bits_in_streams_exports_and_another_optimizer(
         assert "need AdamW, but" in actual["refusal"]
         assert actual["kept"] == (ADAMW, "ShardedAdamW")
         assert actual["steps"][0] == actual["steps"][1]
+
+
+def split_from_files(group: Any, layout: str, source: str, directory: str) -> dict[str, dict[str, Tensor]]:
+    """Returns weights in fp32: at the start, of fp32 and split storage; of a split run; and of its checkpoint."""
+
+    def stored(engine: Engine) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in engine.stream_weights(dtype=torch.float32)}
+
+    options: dict[str, Any] = {"compute_dtype": torch.bfloat16, "optimizer": ADAMW}
+    results = {"fp32": stored(build(layout, source, **options))}
+    engine = build(layout, source, weights="split", **options)
+    results["split"] = stored(engine)
+    train(engine, [1, 2])
+    engine.save(directory)
+    results["trained"] = stored(engine)
+    results["model"] = stored(build(layout, directory, **options))
+    results["split model"] = stored(build(layout, directory, weights="split", **options))
+    halves = load_model(directory, dtype=torch.bfloat16).state_dict()
+    results["live halves"], results["halves"] = {}, {}
+    for name, tensor in engine.tensors.items():
+        results["live halves"][name] = local_shard(tensor)
+        results["halves"][name] = halves[name][region(tensor)]
+    return results
+
+
+@pytest.mark.parametrize("layout", ["", "tp=2"])
+def test_split_weights_are_fp32_from_files_to_files(ranks: Any, tmp_path: Path, layout: str) -> None:
+    hf = config("tiny-dense", num_hidden_layers=2)
+    LlamaForCausalLM(hf).save_pretrained(tmp_path / "model")
+    size = Layout.parse(layout).world_size
+    for weights_of in ranks(size, split_from_files, layout, str(tmp_path / "model"), str(tmp_path / "checkpoint")):
+        assert bitwise_equal(weights_of["split"], weights_of["fp32"])
+        assert bitwise_equal(weights_of["model"], weights_of["trained"])
+        assert bitwise_equal(weights_of["split model"], weights_of["trained"])
+        assert bitwise_equal(weights_of["halves"], weights_of["live halves"])
+        rounded = {name: tensor.bfloat16().float() for name, tensor in weights_of["trained"].items()}
+        assert not bitwise_equal(rounded, weights_of["trained"])

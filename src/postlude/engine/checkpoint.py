@@ -27,7 +27,7 @@ from postlude.engine.checkpoint_checks import check_adapter, check_base, check_f
 from postlude.engine.optimizers import state_shard
 from postlude.engine.streaming import is_owner
 from postlude.engine.training_state import TrainingState
-from postlude.hf.tensor_sources import MODEL
+from postlude.hf.tensor_sources import LOW_BITS, MODEL
 from postlude.lora import AdapterConfig
 from postlude.model.parallel import local_shard, region
 from postlude.model.recast import RecastPlan
@@ -305,7 +305,7 @@ class _SavedTrainingState:
         """Sets the step counts, and zeroes moments that were not saved."""
         training_state = self.training_state
         for name, (shard, _) in self.shards.items():
-            if name.startswith(OPTIMIZER) and not self.has(name):
+            if name.startswith(OPTIMIZER) and not name.startswith(LOW_BITS) and not self.has(name):
                 shard.values.zero_()
         training_state.zero_grad()
         training_state.step, training_state.skipped = self.state["step"], self.state["skipped"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -24,6 +25,7 @@ from postlude.engine.normalizer import LossNormalizer, MetricAccumulator, Metric
 from postlude.engine.objective_processor import ObjectiveProcessor
 from postlude.engine.reference import Reference
 from postlude.engine.result import Outputs, PassResult, StepResult
+from postlude.engine.split_weights import loading_in_fp32
 from postlude.engine.stages import StageBuilder
 from postlude.engine.state_offload import StateOffload
 from postlude.engine.token_scores import TokenProcessor, TokenScores, logprob_processor, topk_processor
@@ -141,8 +143,14 @@ class Engine(TrainingStateProperties):
             batch_invariant=batch_invariant,
         )
         self.default_optimizer, self.failure_state = optimizer or AdamW(), FailureState()
-        stages = self.builder.build(lambda stage: init_or_load_weights(stage, source, self.family, seed, families))
-        self.training_state = TrainingState(self.builder, stages, self.default_optimizer)
+        low_bits: dict[str, Tensor] = {}
+
+        def load(stage: LanguageModel) -> None:
+            with loading_in_fp32(stage, low_bits) if weights == "split" else nullcontext():
+                init_or_load_weights(stage, source, self.family, seed, families)
+
+        self.training_state = TrainingState(self.builder, self.builder.build(load), self.default_optimizer)
+        self.training_state.set_low_bits(low_bits)
         self.training_states: dict[str | None, TrainingState] = {None: self.training_state}
         for name, configs in self.adapters.by_name.items():
             add_adapter_configs(self, name, configs, seed=seed)

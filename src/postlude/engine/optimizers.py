@@ -207,16 +207,21 @@ class ShardedAdamW(torch.optim.Optimizer):
             yield [tensor[start : start + rows] for tensor in state.values()], partial(update, start)
 
     def low_bits(self) -> dict[str, Tensor]:
-        """Returns the lower 16 bits of this rank's split weights by name: empty before the first step."""
+        """Returns the lower 16 bits of this rank's split weights by name."""
         return {name: self.state[key][LOW] for key, name in self.names.items() if LOW in self.state.get(key, {})}
 
-    def move_low_bits_from(self, previous: ShardedAdamW) -> None:
-        """Moves the low bits here from another optimizer of the same parameters, whose state is freed."""
-        for parameter in self.names:
-            low = previous.state.pop(parameter, {}).get(LOW)  # frees its moments first: there may be no memory for both
-            if low is not None:
+    def take_low_bits(self) -> dict[str, Tensor]:
+        """Returns the low bits and frees the state, moments included: there may be no memory for two of them."""
+        low_bits = self.low_bits()
+        self.state.clear()
+        return low_bits
+
+    def set_low_bits(self, low_bits: dict[str, Tensor]) -> None:
+        """Makes the state of these parameters, with their low bits, which are taken from the mapping one by one."""
+        for parameter, name in self.names.items():
+            if name in low_bits:
                 self.state[parameter] = self._initial_state(parameter)
-                self.state[parameter][LOW].copy_(low)
+                self.state[parameter][LOW].copy_(low_bits.pop(name))
 
     def _initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Returns the state before the first step: zeros."""

@@ -58,6 +58,11 @@ class TrainingState:
         """The lower 16 bits of split weights, this rank's shards, by global names; the upper are the parameters."""
         return self.optimizer.low_bits() if isinstance(self.optimizer, optimizers.ShardedAdamW) else {}
 
+    def set_low_bits(self, low_bits: dict[str, Tensor]) -> None:
+        """Sets the lower 16 bits of split weights, taking them from `low_bits`."""
+        if isinstance(self.optimizer, optimizers.ShardedAdamW):
+            self.optimizer.set_low_bits(low_bits)
+
     @property
     def optimizer_kind(self) -> str:
         """The kind of the optimizer's state."""
@@ -91,7 +96,7 @@ class TrainingState:
         """Replaces the optimizer, and resets the moments and the schedule. Split weights keep their low bits."""
         new = self._build_optimizer(optimizer)
         if isinstance(new, optimizers.ShardedAdamW) and isinstance(self.optimizer, optimizers.ShardedAdamW):
-            new.move_low_bits_from(self.optimizer)
+            new.set_low_bits(self.optimizer.take_low_bits())
         self.optimizer, self.optimizer_config = new, optimizer
         self.optimizer_start_step, self.steps_without_gradients, self.late_start_steps = self.step, 0, {}
 

@@ -141,7 +141,7 @@ def init_or_load_weights(
     if isinstance(source, Recast):
         _fill_recast(model, source, seed, families)
         return
-    tensors = _tensors(source, family, model.config)
+    tensors = _tensors(source, family, model.config, model)
     if tensors is None:
         model.reset(seed)
     else:
@@ -183,7 +183,7 @@ def _fill_recast(model: LanguageModel, source: Recast, seed: int, families: Fami
     blocks = model.block_types
     plan = read_recast_plan(source, families, blocks)
     family, before = read_model(source.source, families, blocks)[0], plan.before
-    tensors = _tensors(source.source, family, before)
+    tensors = _tensors(source.source, family, before, model)
     if tensors is None:  # initialised under the names that they have there
         device = local_shard(next(model.parameters())).device
         initialized = load_model(
@@ -343,12 +343,16 @@ def _check_shape(name: str, shape: Sequence[int], expected: Sequence[int]) -> No
         raise ValueError(f"{name} is {tuple(shape)} in the source, but the config needs {tuple(expected)}.")
 
 
-def _tensors(source: PlainSource, family: Family | None, config: ModelConfig) -> TensorSource | None:
+def _tensors(
+    source: PlainSource, family: Family | None, config: ModelConfig, target: LanguageModel
+) -> TensorSource | None:
+    """Returns the tensors of a source, in what `target` can hold of split weights; None if it has none."""
     path = weights_path(source)
     if path is None:
         return None
     if path.is_dir():
-        return tensors_in(path, family, config)
+        is_narrow = any(parameter.dtype == torch.bfloat16 for parameter in target.parameters())
+        return tensors_in(path, family, config, all_bits=not is_narrow)
     if importlib.util.find_spec("accelerate") is None:
         raise ImportError(GGUF_NEEDS)
     assert family is not None  # a GGUF file says which

@@ -192,10 +192,13 @@ def _known(model_type: str, families: Families) -> Family:
     return family
 
 
-def tensors_in(path: Path, family: Family | None, config: ModelConfig) -> TensorSource:
-    """Returns the tensors of a model directory or a checkpoint, dequantised and with transformers' names."""
+def tensors_in(path: Path, family: Family | None, config: ModelConfig, *, all_bits: bool = True) -> TensorSource:
+    """Returns the tensors of a model directory or a checkpoint, dequantised and with transformers' names.
+
+    `all_bits` is that of `CheckpointSource`.
+    """
     if (path / STATE).is_file():
-        return CheckpointSource(path, family, config)
+        return CheckpointSource(path, family, config, all_bits=all_bits)
     tensors: TensorSource = SafetensorsSource(path)
     if family is None:
         return tensors

@@ -12,13 +12,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from postlude.hf.family import Family, map_to_hf
+from postlude.hf.family import Family, TensorMapping, map_to_hf
 from postlude.model import ModelConfig
+from postlude.ops.adamw_storage import join_halves
 from postlude.sharded_tensors import ShardReader, read_state
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MODEL = "model/"  # the prefix of a model's tensors in a checkpoint
+LOW_BITS = "optimizer/low/"  # that of the lower 16 bits of split weights, whose nearest bf16 numbers are the model's
 
 
 class SafetensorsSource:
@@ -55,9 +57,13 @@ class SafetensorsSource:
 
 
 class CheckpointSource:
-    """The model in a training checkpoint, which has our names and sharded tensors."""
+    """The model in a training checkpoint, which has our names and sharded tensors.
 
-    def __init__(self, directory: Path, family: Family | None, config: ModelConfig) -> None:
+    Split weights come in fp32 with `all_bits`, otherwise in bf16 as a forward uses them.
+    """
+
+    def __init__(self, directory: Path, family: Family | None, config: ModelConfig, *, all_bits: bool = True) -> None:
+        self._all_bits = all_bits
         self._reader = ShardReader(directory, read_state(directory))
         names = [name.removeprefix(MODEL) for name in self._reader.tensors if name.startswith(MODEL)]
         self._hf_tensors = map_to_hf(family, config, ((name, self._reader.shape(MODEL + name)) for name in names))
@@ -69,16 +75,20 @@ class CheckpointSource:
     def take(self, name: str) -> Tensor:
         """Returns one tensor, on the CPU."""
         tensor = self._hf_tensors[name]
-        regions = [
-            self._reader.read(MODEL + tensor_name, tuple(part.start for part in mapping.region), mapping.region_shape)
-            for tensor_name, mapping in tensor.parts
-        ]
+        regions = [self._read(tensor_name, mapping) for tensor_name, mapping in tensor.parts]
         if len(regions) == 1 and tensor.parts[0][1].is_whole:
             return regions[0].view(tensor.shape)
         full = torch.empty(tensor.shape, dtype=regions[0].dtype)
         for (_, mapping), region in zip(tensor.parts, regions, strict=True):
             mapping.write(full, region)
         return full
+
+    def _read(self, name: str, mapping: TensorMapping) -> Tensor:
+        start, size = tuple(part.start for part in mapping.region), mapping.region_shape
+        values = self._reader.read(MODEL + name, start, size)
+        if not self._all_bits or LOW_BITS + name not in self._reader.tensors:
+            return values
+        return join_halves(values, self._reader.read(LOW_BITS + name, start, size))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of one tensor."""
