@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from postlude.error_output import print_error
 from postlude.world.failure_report import RankError
 from postlude.world.launcher import launch, ranks
 from postlude.world.rendezvous import host_store
+from tests.listening import listening_addresses
 from tests.plain_ranks import PATIENCE, PlainRanks
 
 SHORT = 3.0  # seconds of a collective that one rank does not come to, when all have started
@@ -267,24 +266,6 @@ def test_a_signal_is_forwarded_to_ranks_that_may_save(
     assert "Traceback" not in err or number == signal.SIGINT  # Python's own, of the one process that is left
     assert err.count("Traceback") <= 1
     assert "elastic" not in err
-
-
-def listening_addresses(pids: set[int]) -> set[str]:
-    """Returns the addresses on which processes listen for TCP connections, as /proc says."""
-    inodes = set()
-    for pid in pids:
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):
-                inodes.add(os.readlink(descriptor))
-    addresses = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{os.getpid()}/net/{table}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:
-                digits = bytes.fromhex(words[1].partition(":")[0])
-                parts = [digits[start : start + 4][::-1] for start in range(0, len(digits), 4)]
-                addresses.add(str(ipaddress.ip_address(b"".join(parts))))
-    return addresses
 
 
 def addresses_of_a_run(launcher: int) -> set[str]:
