@@ -42,9 +42,9 @@ def test_real_mistake_is_reported_before_the_other_run(
 ) -> None:
     assert main(words) == 0
     capsys.readouterr()
-    assert main([*words, "--model=tiny-dens"]) == 2
+    assert main([*words, "--seed=1", "--layout=tp=3"]) == 2
     first, *_, last = capsys.readouterr().err.strip().splitlines()
-    assert "tiny-dens" in first
+    assert "tp=3" in first
     assert "belongs to another run" not in first
     assert "belongs to another run" in last
 
