@@ -64,7 +64,7 @@ TORCH_ONLY = (
     "model",
     "pipeline",
 )
-OUTSIDE = {"torch", "triton", "numpy"}
+OUTSIDE = {"torch", "triton", "numpy", "cloudpickle"}
 RL_WORDS = ("reward", "advantage", "policy", "rollout", "grpo", "ppo", "dpo", "reinforce", "rlhf")
 
 

@@ -309,10 +309,14 @@ def test_a_function_of_a_module_that_workers_cannot_import_is_loaded_by_its_file
 
 
 def test_function_that_workers_cannot_load_is_refused() -> None:
-    with pytest.raises(WorkerError, match=r"<lambda> cannot be sent to a worker process\. .* or use workers=0"):
-        RewardPool(lambda *_: 1.0, workers=1)
-    with closing(RewardPool(lambda *_: 1.0, workers=0)) as pool:
-        assert score_all(pool, calls("x")) == [Score(1.0)]
+    with (
+        Path(__file__).open("rb") as opened,
+        pytest.raises(WorkerError, match=r"<lambda> cannot be sent to another process.* Or use workers=0"),
+    ):
+        RewardPool(lambda *_: float(opened.closed), workers=1)
+    for workers in (0, 1):
+        with closing(RewardPool(lambda *_: 1.0, workers=workers)) as pool:
+            assert score_all(pool, calls("x")) == [Score(1.0)]
 
 
 SCRIPT = """

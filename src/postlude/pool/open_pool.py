@@ -13,7 +13,7 @@ from typing import Any
 from postlude.pool.process_pool import WORKER_VARIABLE, ProcessPool
 from postlude.pool.worker import prepare
 from postlude.pool.worker_pool import InlinePool, PoolFactory, WorkerError, WorkerPool
-from postlude.user_code import load_callable
+from postlude.user_code import UserCodeError, load_callable, pickle_function
 
 
 def open_pool(
@@ -55,10 +55,10 @@ def pack_function(function: str | Callable[..., Any], name: str | None = None) -
         with contextlib.suppress(Exception):
             pickled = pickle.dumps(function)
     if pickled is None and file is None:
-        raise WorkerError(
-            f"{name or function_name(function)} cannot be sent to a worker process. Put it at the top of a file and "
-            f"name it path/to/file.py:name, or use workers=0."
-        )
+        try:
+            pickled = pickle_function(function)
+        except UserCodeError as error:
+            raise WorkerError(f"{name or function_name(function)}: {error} Or use workers=0.") from error
     sys_path = [path or str(Path.cwd()) for path in sys.path]
     return pickle.dumps({"sys_path": sys_path, "pickled": pickled, "file": file})
 

@@ -334,6 +334,14 @@ class Trainer(ABC):
         self.saved_step = self.step
         self.run.prune(self.config.keep_checkpoints)
 
+    def ends_early(self, metrics: StepMetrics) -> bool:
+        """Calls the user's `on_step` with a finished step. Returns whether it ends the run; then the step is saved."""
+        on_step = self.runtime.on_step
+        if on_step is None or not on_rank0(lambda: bool(on_step(self.step, metrics))):
+            return False
+        self.save()
+        return True
+
     def _evaluate_if_due(self) -> dict[str, float]:
         recipe_steps = self.step - self.warm_start_steps
         if not self.evaluate_every or recipe_steps < 0:
@@ -442,6 +450,8 @@ def run_training(trainer: Trainer, start_mode: StartMode = RESUME_NEWEST) -> Run
                     display.set_phase(trainer.phase)
                     metrics = trainer.train_and_log_step()
                     display.update(trainer.step, metrics)
+                    if trainer.ends_early(metrics):
+                        break
             return trainer.stop() if trainer.stop_signal else trainer.finish()
         except UnhealthyRun as reason:
             return trainer.fail(f"{reason}.")

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import yaml
@@ -18,6 +17,7 @@ from yaml.representer import SafeRepresenter
 
 from postlude.recipes.config.packaged import config_names, find_config
 from postlude.recipes.config.schema import EXTENDS, KIND, join, plain
+from postlude.user_code import CallFunction
 
 COMMAND_LINE = "on the command line"
 CALL = "in the call"
@@ -48,6 +48,13 @@ class Dumper(yaml.SafeDumper):
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: D102
         return True
+
+
+class Representer(SafeRepresenter):
+    """Keeps functions of a call."""
+
+
+Representer.add_representer(CallFunction, lambda representer, text: representer.represent_str(text))
 
 
 def _flat_list(dumper: Dumper, data: list[Any]) -> yaml.Node:
@@ -206,7 +213,7 @@ def _set_values(raw: RawValue, values: Mapping[str, Any]) -> None:
             _set_values(raw.entries.setdefault(str(name), RawValue(path, CALL)), value)
             continue
         try:
-            node = SafeRepresenter().represent_data(_by_name(value, path))
+            node = Representer().represent_data(_by_name(value))
         except yaml.YAMLError:
             raise ConfigError(
                 f'config key "{path}" is a {type(value).__name__} {CALL}; give a number, text, a list or a mapping.'
@@ -214,23 +221,17 @@ def _set_values(raw: RawValue, values: Mapping[str, Any]) -> None:
         raw.entries[str(name)] = _tree(node, path, CALL)
 
 
-def _by_name(value: Any, path: str) -> Any:
-    """Returns a value with functions and classes as path/to/file.py:name, by which other processes load them."""
+def _by_name(value: Any) -> Any:
+    """Returns a value with functions and classes as path/to/file.py:name, or as `CallFunction` if no file has them."""
     if isinstance(value, list | tuple):
-        return [_by_name(item, path) for item in value]
-    if not isinstance(value, FunctionType | type):
+        return [_by_name(item) for item in value]
+    if not callable(value):
         return value
-    file = Path(value.__code__.co_filename if isinstance(value, FunctionType) else _file_of(value)).resolve()
-    if not file.is_file() or not value.__qualname__.isidentifier():
-        raise ConfigError(
-            f'config key "{path}" is {value.__qualname__} {CALL}, which is not at the top level of a file. Write it '
-            "into one, because other processes load it from there."
-        )
-    return f"{file}:{value.__qualname__}"
-
-
-def _file_of(defined: type) -> str:
-    return getattr(sys.modules.get(defined.__module__), "__file__", None) or ""
+    name = getattr(value, "__qualname__", "")
+    module = sys.modules.get(getattr(value, "__module__", None) or "")
+    file = Path(getattr(module, "__file__", None) or "").resolve()
+    at_top = name.isidentifier() and getattr(module, name, None) is value
+    return f"{file}:{name}" if at_top and file.is_file() and file.suffix == ".py" else CallFunction(value)
 
 
 def _set(raw: RawValue, path: str, text: str) -> None:

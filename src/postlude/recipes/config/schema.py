@@ -29,6 +29,8 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaH
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
+from postlude.user_code import CALL, CallFunction
+
 KIND = "kind"
 """The key that names the alternative of a section."""
 EXTENDS = "extends"
@@ -69,6 +71,22 @@ class InputPath:
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """Returns the field's schema with the mark."""
         return handler(core) | {PLACE: self.kind}
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Returns the field's schema. Of code, it keeps functions of a call from Python."""
+        schema = handler(source)
+        return schema if self.kind != "code" else core_schema.no_info_wrap_validator_function(_check_code, schema)
+
+
+def _check_code(value: Any, validate: Any) -> Any:
+    if isinstance(value, CallFunction):
+        return value
+    if isinstance(value, str) and value.startswith(CALL):
+        raise ValueError(
+            f"{value} is a function that a call from Python was given and that no file holds. Continue the run with "
+            f"that call, or put the function into a file and name it path/to/file.py:{value.removeprefix(CALL)}."
+        )
+    return validate(value)
 
 
 class TaggedUnion:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from postlude.user_code import CallFunction
 from postlude.world.agreement import RankFailure, gather_and_decide
 
 MISSING = object()
@@ -80,7 +81,9 @@ def differences(new: Any, old: Any, path: str = "") -> Iterator[tuple[str, Any, 
 
 
 def user_code_hashes(value: Any, path: str = "") -> dict[str, list[str]]:
-    """Returns the user code of a config by key: each file.py:name and a hash of the file."""
+    """Returns the user code of a config by key: each file.py:name and a hash of the file; also functions of a call."""
+    if isinstance(value, CallFunction):
+        return {path: [str(value), value.digest]}
     if isinstance(value, Mapping):
         items: Any = value.items()
     elif isinstance(value, list | tuple):

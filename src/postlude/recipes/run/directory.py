@@ -446,6 +446,8 @@ def _plain(value: Any) -> Any:
         return [_plain(inner) for inner in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    if isinstance(value, str):
+        return str(value)  # of a subclass too
     if hasattr(value, "tolist"):  # a tensor or an array
         return value.tolist()
     return value

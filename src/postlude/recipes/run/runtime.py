@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from postlude.pool.worker_pool import PoolFactory
 from postlude.recipes.report.live import LiveView, ViewFactory
@@ -19,6 +21,8 @@ class Runtime:
     """Makes the pool of reward workers; None makes processes on rank 0's machine."""
     launcher: ServerLauncher | None = None
     """Starts servers; None starts them on rank 0's machine."""
+    on_step: Callable[..., Any] | None = None
+    """Called by rank 0 with the number and the metrics of each step. A true value ends the run after it."""
 
 
 LOCAL_RUNTIME = Runtime()
