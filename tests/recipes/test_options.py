@@ -380,6 +380,7 @@ TESTED_ELSEWHERE = {
     "environment.rewards.*.trust_remote_code": "tests/hf/test_remote_code.py",
     "environment.budget": "test_reward_model.py: test_a_completion_that_cannot_be_scored_is_a_failed_call",
     "environment.prompt": "test_grpo.py: test_a_conversation",
+    "environment.answer": "test_rewards.py: test_answers_may_be_in_another_column",
     "environment.chat": "tests/rollout/test_environments.py",
     "environment.reply": "test_grpo.py: test_a_conversation",
     "environment.max_turns": "test_grpo.py: test_a_conversation",

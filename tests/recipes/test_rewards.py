@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs, preflight
+from postlude.recipes.config.environments import DatasetSettings
 from postlude.recipes.config.load import ConfigError, describe, load
 from postlude.recipes.config.policy_configs import GRPOConfig
 from postlude.recipes.config.recipe_configs import EvalConfig
@@ -20,6 +22,7 @@ from postlude.recipes.run.config_changes import MAY_CHANGE, is_covered
 from postlude.recipes.trainer import run_training
 from postlude.rollout.conversations import Trajectory
 from postlude.rollout.environments import Transcript
+from postlude.rollout.episode import AssistantTurn
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task
 from tests.conftest import Ranks
@@ -176,6 +179,29 @@ def evaluated(group: Any, directory: str) -> None:
 def test_invalid_reward_settings_are_refused(tmp_path: Path, words: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         load(GRPOConfig, write_files(tmp_path), words)
+
+
+@pytest.mark.parametrize("reward", ["reward: exact", "rewards: {right: exact}"])
+def test_answers_may_be_in_another_column(tmp_path: Path, reward: str) -> None:
+    """The reward, also of an evaluation set, and the warm start read it; a column that is not there is refused."""
+    file = tmp_path / "config.yaml"
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "2+2=", "answer": "four", "solution": "4"}) + "\n")
+    environment = f"{{kind: dataset, path: rows.jsonl, answer: solution, workers: 0, {reward}}}"
+    file.write_text(f"environment: {environment}\nevaluation: {{sets: {{held: {{environment: {environment}}}}}}}\n")
+    config = load(GRPOConfig, file)
+    for settings in (config.environment, config.evaluation.sets["held"].environment):
+        assert isinstance(settings, DatasetSettings)
+        with closing(settings.build(seed=0)) as built:
+            task = built.tasks[0]
+            for episode, text in zip(episodes := built.reset_group(task, 2), ("4", "four"), strict=True):
+                built.submit(episode, AssistantTurn(text))
+            built.collect(2, None)
+            assert [episode.score and episode.score.reward for episode in episodes] == [1.0, 0.0]
+            assert task.answer == "4", "what a warm start trains on"
+    absent = load(GRPOConfig, file, ["--environment.answer=solutions"]).environment
+    assert isinstance(absent, DatasetSettings)
+    with pytest.raises(ValueError, match='has no column "solutions"'):
+        absent.build(seed=0)
 
 
 def test_several_samples_at_temperature_0_are_refused_in_an_evaluation() -> None:

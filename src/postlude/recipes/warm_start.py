@@ -15,11 +15,12 @@ def warm_start_example(
     task: Task, tokenizer: ChatTokenizer, limit: SequenceLimit, options: Mapping[str, Any] | None = None
 ) -> EncodedSequence:
     """Returns a task with its answer as tokens. `options` are the environment's chat-template options."""
-    answer = task.example.get("answer")
+    answer = task.answer
     if answer is None:
         raise ValueError(
-            f'the warm start trains on the answers that tasks come with, but {task.name} has no "answer"; it has: '
-            f"{', '.join(task.example)}. Add the column, or set warm_start.steps to 0."
+            f"the warm start trains on the answers that tasks come with, but {task.name} has no "
+            f'"{task.answer_column}"; it has: {", ".join(task.example)}. Add the column, name another as '
+            "environment.answer, or set warm_start.steps to 0."
         )
     try:
         turns = answer if isinstance(answer, list) else str(answer)

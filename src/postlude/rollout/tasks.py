@@ -20,6 +20,7 @@ from postlude.rollout.verifiers import GymEntries, GymReward, decode_entries
 
 PAGE = 256  # entries per call
 PAGE_TIMEOUT = 600.0  # seconds
+ANSWER = "answer"  # column of the right answer, unless another is named
 SplitBy: TypeAlias = Literal["prompt", "row"]
 ANSWER_IN_TAG = "\nGive your final answer between <{tag}> and </{tag}>."
 
@@ -36,6 +37,13 @@ class Task:
     """What identifies it: the prompt before a chat, a system message or a tag were put around it; None is `prompt`."""
     environment: str = field(default="", compare=False)
     """The name of its environment among several."""
+    answer_column: str = field(default=ANSWER, compare=False)
+    """The column of `example` with the right answer."""
+
+    @property
+    def answer(self) -> Any:
+        """The right answer, or None where the row has none."""
+        return self.example.get(self.answer_column)
 
 
 class Tasks(Protocol):
@@ -175,12 +183,21 @@ class ReasoningGym:
 class DatasetTasks:
     """Every row of a dataset as a task: column `prompt` is the prompt, and the reward function gets the whole row.
 
-    With `chat`, text becomes a user's message. Messages without a system message get `system`, if it is given.
+    Column `answer` is the right answer, for a warm start and for comparisons. With `chat`, text becomes a user's
+    message. Messages without a system message get `system`, if it is given.
     """
 
-    def __init__(self, rows: Rows, *, prompt: str = "prompt", chat: bool = False, system: str | None = None) -> None:
-        self.rows = rows.require(prompt)
-        self.prompt, self.chat, self.system = prompt, chat, system
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        prompt: str = "prompt",
+        answer: str = ANSWER,
+        chat: bool = False,
+        system: str | None = None,
+    ) -> None:
+        self.rows = rows.require(prompt, *([answer] if answer != ANSWER else []))  # by default rows need not have one
+        self.prompt, self.answer, self.chat, self.system = prompt, answer, chat, system
         if system is not None and not chat and isinstance(rows[0][prompt], str):
             raise ValueError("system is given, but chat is off, so prompts of text have no messages. Turn chat on.")
 
@@ -199,7 +216,7 @@ class DatasetTasks:
             prompt = [{"role": "user", "content": prompt}]
         if isinstance(prompt, list):
             prompt = with_system(prompt, self.system)
-        return Task(prompt, row, self.rows.location(index), content)
+        return Task(prompt, row, self.rows.location(index), content, answer_column=self.answer)
 
 
 def chat_prompt(question: str, system: str | None) -> list[Message]:

@@ -184,7 +184,9 @@ def _last_box(text: str) -> str | None:
 
 def _column(example: Mapping[str, Any], name: str) -> str:
     if name not in example:
-        raise ValueError(f'the example has no "{name}"; it has: {", ".join(example)}')
+        raise ValueError(
+            f'the example has no "{name}"; it has: {", ".join(example)}. Name the column as environment.answer'
+        )
     return str(example[name])
 
 

@@ -100,8 +100,8 @@ def _environment(
         first = environment.tasks[0]
         if isinstance(settings, TurnSettings) and is_chat(first.prompt):
             _turns(environment, inputs.tokenizer, settings)
-        answer = first.example.get("answer")
-        environment.trial_call(first, _trial_turn(answer if isinstance(answer, str) else "", inputs.tokenizer))
+        answer = first.answer if isinstance(first.answer, str) else ""
+        environment.trial_call(first, _trial_turn(answer, inputs.tokenizer))
         return f"{len(environment.tasks)} tasks, and a reward function that works"
 
 

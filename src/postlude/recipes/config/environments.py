@@ -27,7 +27,7 @@ from postlude.rollout.environments import Environment, MultiTurn, SingleTurn, is
 from postlude.rollout.openenv import OpenEnvServer, OpenEnvTasks
 from postlude.rollout.reward import Weighted, WeightedSum
 from postlude.rollout.rewards import check_reward_signature
-from postlude.rollout.tasks import DatasetTasks, ReasoningGym, Tasks
+from postlude.rollout.tasks import ANSWER, DatasetTasks, ReasoningGym, Tasks
 from postlude.rollout.tools import ToolReply, load_tools, tool_schema
 from postlude.user_code import load_callable
 
@@ -85,6 +85,9 @@ class PromptSettings(DatasetPath, RewardSettings):
 
     prompt: str = "prompt"
     """Column of the prompt: text or messages."""
+    answer: str = ANSWER
+    """Column of the right answer, for reward: exact or math and for a warm start. Every row must have a value in one
+    that is named here."""
     chat: bool = False
     """Send a prompt of text as a user message."""
     system: str | None = None
@@ -94,7 +97,7 @@ class PromptSettings(DatasetPath, RewardSettings):
 
     def tasks(self) -> Tasks:
         """Returns every row as a task."""
-        return DatasetTasks(self.read(), prompt=self.prompt, chat=self.chat, system=self.system)
+        return DatasetTasks(self.read(), prompt=self.prompt, answer=self.answer, chat=self.chat, system=self.system)
 
 
 class RewardWorkerSettings(Settings):
@@ -126,7 +129,7 @@ class DatasetSettings(PromptSettings, RewardWorkerSettings):
 
     reward: Code | None = None
     """path/to/file.py:name of a function of completion or completions, which also gets what else it names: prompt,
-    completion_ids, length, truncated, example, columns of the row. Or a comparison with the row's "answer": "exact" as
+    completion_ids, length, truncated, example, columns of the row. Or a comparison with the row's answer: "exact" as
     text, "math" as mathematics."""
     rewards: dict[str, RewardKinds] = Field(default_factory=dict)
     """In place of reward: several by name. The reward is the sum of weight · value, and each value is a metric."""
@@ -140,7 +143,7 @@ class DatasetSettings(PromptSettings, RewardWorkerSettings):
 
     def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
         """Returns the environment. `pool_factory` makes its reward workers."""
-        calls = RewardCalls(self.workers, self.timeout, self.failed_reward, pool_factory)
+        calls = RewardCalls(self.workers, self.timeout, self.failed_reward, pool_factory, self.answer)
         if self.reward is not None:
             return SingleTurn(self.tasks(), calls.function(self.reward))
         tasks, rewards = self.tasks(), dict[str, Weighted]()
@@ -202,7 +205,7 @@ class ToolSettings(PromptSettings, RewardWorkerSettings, TurnSettings):
                 "tools are called in messages, but prompts are text. Set environment.chat to true, or give messages."
             )
         load_format(self.format)  # raises if there is none
-        reply = ToolReply(self.tools, built_in(self.reward), self.format)
+        reply = ToolReply(self.tools, built_in(self.reward, self.answer), self.format)
         options = {"workers": self.workers, "pool_factory": pool_factory, **self.turn_options}
         environment = MultiTurn(tasks, reply, **options)
         environment.template_options = {"tools": [tool_schema(name, function) for name, function in tools.items()]}

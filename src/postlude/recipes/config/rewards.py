@@ -14,6 +14,7 @@ from postlude.pool.worker_pool import PoolFactory
 from postlude.recipes.config.schema import InputPath, Settings, TaggedUnion
 from postlude.rollout.function_reward import FunctionReward
 from postlude.rollout.reward import Reward
+from postlude.rollout.tasks import ANSWER
 from postlude.rollout.verdict import SCORE, Verdict
 from postlude.rollout.verifiers import ExactReward, MathReward
 
@@ -29,11 +30,13 @@ class RewardCalls:
     timeout: float
     failed_reward: float | None
     pool_factory: PoolFactory | None = None
+    answer: str = ANSWER
+    """The column that built-in rewards compare with."""
 
     def function(self, reward: str | Callable[..., Any], **options: Any) -> Reward:
         """Returns the reward of a function, of path/to/file.py:name, or of the name of a built-in one."""
         return FunctionReward(
-            built_in(reward) if isinstance(reward, str) else reward,
+            built_in(reward, self.answer) if isinstance(reward, str) else reward,
             workers=self.workers,
             timeout=options.pop("timeout", None) or self.timeout,
             failed_reward=self.failed_reward,
@@ -42,10 +45,10 @@ class RewardCalls:
         )
 
 
-def built_in(reward: str) -> str | Callable[..., Any]:
+def built_in(reward: str, answer: str) -> str | Callable[..., Any]:
     """Returns the reward that a name stands for, or the name if it is that of a user's function."""
     functions = {"exact": ExactReward, "math": MathReward}
-    return functions[reward]() if reward in functions else reward
+    return functions[reward](answer) if reward in functions else reward
 
 
 class WeightSettings(Settings):
