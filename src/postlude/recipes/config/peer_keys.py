@@ -18,7 +18,6 @@ PEER_KEYS: dict[str, tuple[str, ...]] = {
     "grad_clip clip_grad max_norm gradient_clip_val": ("optimizer.max_grad_norm",),
     "optimizer_offload cpu_offload": ("optimizer.offload",),
     "max_steps total_training_steps max_num_steps num_steps": ("steps",),
-    "num_train_epochs total_epochs num_epochs max_num_epochs": ("epochs",),
     "per_device_train_batch_size train_batch_size global_batch_size num_prompts_per_step": (
         "batch_size",
         "prompts_per_step",
