@@ -350,7 +350,7 @@ def options_of(section: Node, path: str = "", default: Any = None, kind: str = "
 def describe(config: type) -> str:
     """Returns every option with its type, default and help, for `--help`.
 
-    A section by name, or in a list, that has the kinds of an earlier one refers to it.
+    A section by name that has the kinds of an earlier one refers to it, and so does a list of sections within it.
     """
     lines, width = [], min(shutil.get_terminal_size().columns, 110) - 2
     described: dict[tuple[str, ...], str] = {}  # paths of sections by their classes
@@ -364,7 +364,7 @@ def describe(config: type) -> str:
         nested = nested or sections(items)
         titles = tuple(section["title"] for section in nested.values() if LIST not in section)
         first = described.setdefault(titles, option.path)
-        if len(nested) > 1 and first != option.path and ("*" in option.path or items):
+        if len(nested) > 1 and first != option.path and ("*" in option.path or option.path.startswith(f"{first}.")):
             repeated.append(f"{option.path}.")
             lines += [
                 f"--{option.path}: the keys of --{first}",
