@@ -396,6 +396,8 @@ def _add_tinker(command: argparse.ArgumentParser) -> None:
     keys = "keys that clients must send (tml-…), one a line; needed if other machines can connect"
     option("--key-file", metavar="FILE", type=Path, help=keys)
     option("--max-models", type=count, default=64, help="models trained at the same time (default: 64)")
+    per_key = "models of one key among them (default: --max-models divided by the keys of --key-file)"
+    option("--max-models-per-key", type=count, metavar="N", help=per_key)
     full = "models among them of which all weights are trained, without LoRA (default: 1; 0 refuses them)"
     option("--max-full-models", type=count_from_zero, default=1, metavar="N", help=full)
     silent = "seconds without a heartbeat after which a client's models are freed (default: 1800)"

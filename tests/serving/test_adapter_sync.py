@@ -33,7 +33,7 @@ from tests.engine.training import config
 from tests.meshes import mesh
 from tests.recipes.test_rollout_engine import TinyVLLM
 from tests.serving.fake_vllm import Refusal
-from tests.serving.test_generation_server import serving
+from tests.serving.test_generation_server import KEY, serving
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
 PROMPT = tuple(b"one by one")
@@ -102,7 +102,9 @@ def synced(group: Any, url: str, run: str, steps: int, rank: int = 4) -> dict[st
     engine = build(LoRA(rank=rank, alpha=16.0))
     options = SyncOptions(Path(run), probe=WeightProbe(engine, byte_tokenizer()))
     rollouts = ServerEngine(
-        lambda: GenerationClient(url, tokenizer=byte_tokenizer(), retries=1, backoff=0.01), engine=engine, sync=options
+        lambda: GenerationClient(url, tokenizer=byte_tokenizer(), api_key=KEY, retries=1, backoff=0.01),
+        engine=engine,
+        sync=options,
     )
     gaps, sizes, kind = [], [], type(rollouts.sync).__name__
     with closing(rollouts):
@@ -137,7 +139,7 @@ def test_vllm_gets_the_model_once_and_then_adapters(ranks: Ranks, tmp_path: Path
 
 def test_postlude_server_gets_adapters(ranks: Ranks, tmp_path: Path) -> None:
     model = load_model(config("tiny-dense", num_hidden_layers=2, tie_word_embeddings=False))
-    with serving(Generator(model, byte_tokenizer(), eos_tokens=())) as (served, url):
+    with serving(Generator(model, byte_tokenizer(), eos_tokens=()), key=KEY) as (served, url):
         (actual,) = ranks(1, synced, url, str(tmp_path), 3)
         assert served.generator.adapters.names == (POLICY,)
         assert served.weights.version is not None

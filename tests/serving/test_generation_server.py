@@ -37,6 +37,9 @@ from tests.generate.test_generator import teacher_forced
 from tests.generate.test_scheduler import EagerGenerator, GraphGenerator, assert_alike
 from tests.generate.test_session import generated, make_requests, sharp
 
+KEY = "open sesame"
+BEARER = {"Authorization": f"Bearer {KEY}"}
+
 
 @contextmanager
 def serving(
@@ -71,11 +74,12 @@ def serving(
         assert not thread.is_alive()
 
 
-def request_json(url: str, body: Any = None) -> tuple[int, Any]:
+def request_json(url: str, body: Any = None, **headers: str) -> tuple[int, Any]:
     """Returns the status and the JSON of the reply."""
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    named = {"Content-Type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data), timeout=60) as reply:
+        with urllib.request.urlopen(urllib.request.Request(url, data, named), timeout=60) as reply:
             return reply.status, json.load(reply)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -101,14 +105,18 @@ def test_weights_are_replaced_in_flight_and_invalid_directory_changes_nothing(tm
         export_hf(saved_model, tmp_path / name)
     weight_bytes = (tmp_path / "cut" / "model.safetensors").read_bytes()
     (tmp_path / "cut" / "model.safetensors").write_bytes(weight_bytes[: len(weight_bytes) // 2])
-    with serving(Generator(model)) as (served, url), closing(GenerationClient(url)) as engine:
+    with (
+        serving(Generator(model), key=KEY) as (served, url),
+        closing(GenerationClient(url, api_key=KEY)) as engine,
+    ):
         engine.reload(Weights(str(tmp_path / "old"), "start.1"))
         prompt, long = [1, 2, 3], SamplingParams(max_new_tokens=250, seed=3, ignore_eos=True)
         engine.submit(Request(tuple(prompt), long))
         while not any(request.tokens[2:] for request in list(served._session._active.values())):
             time.sleep(0.001)
         for bad in ("cut", "nowhere"):
-            status, words = request_json(f"{url}/weights", {"directory": str(tmp_path / bad), "version": "start.3"})
+            body = {"directory": str(tmp_path / bad), "version": "start.3"}
+            status, words = request_json(f"{url}/weights", body, **BEARER)
             assert status == 400
             assert words["error"]["message"].startswith("the weights stay 'start.1', as they were: ")
         engine.reload(Weights(str(tmp_path / "new"), "start.2"))
@@ -128,8 +136,8 @@ def test_weights_are_replaced_in_flight_and_invalid_directory_changes_nothing(tm
 def test_weights_with_a_wrong_checksum_are_refused(tmp_path: Path, monkeypatch) -> None:
     export_hf(sharp(seed=1), tmp_path / "new")
     with (
-        serving(Generator(sharp(), max_batch_tokens=96)) as (_, url),
-        closing(GenerationClient(url, retries=0)) as engine,
+        serving(Generator(sharp(), max_batch_tokens=96), key=KEY) as (_, url),
+        closing(GenerationClient(url, api_key=KEY, retries=0)) as engine,
     ):
         (server,) = engine.connect()
         assert engine.run_on(server, server.max_length()) == 96
@@ -140,8 +148,11 @@ def test_weights_with_a_wrong_checksum_are_refused(tmp_path: Path, monkeypatch) 
 
 def test_a_server_without_weights_replies_once_it_has_some(tmp_path: Path) -> None:
     export_hf(sharp(seed=1), tmp_path / "new")
-    with serving(Generator(sharp()), version=None) as (_, url), closing(GenerationClient(url)) as engine:
-        assert request_json(f"{url}/generate", {"prompt": [1], "sampling": {}}) == (
+    with (
+        serving(Generator(sharp()), version=None, key=KEY) as (_, url),
+        closing(GenerationClient(url, api_key=KEY)) as engine,
+    ):
+        assert request_json(f"{url}/generate", {"prompt": [1], "sampling": {}}, **BEARER) == (
             503,
             {"error": {"message": "there are no weights yet.", "type": "server_error", "param": None, "code": None}},
         )
@@ -162,6 +173,10 @@ def test_a_server_without_weights_replies_once_it_has_some(tmp_path: Path) -> No
         ({"prompt": [1.0], "sampling": {}}, 400, "prompt.0 is 1.0: give a whole number."),
         ({"prompt": [True], "sampling": {}}, 400, "prompt.0 is True: give a whole number."),
         ({"prompt": [10**30], "sampling": {}}, 400, "the vocabulary goes from 0 to 263."),
+        ({"prompt": [1], "sampling": {"stop": ["x"] * 120_000}}, 400, "stop has 120000; the limit is 64 strings."),
+        ({"prompt": [1], "sampling": {"stop": ["x" * 1025]}}, 400, "a string of stop has 1025"),
+        ({"prompt": [1], "sampling": {"stop_tokens": [1] * 1025}}, 400, "stop_tokens has 1025"),
+        ({"prompt": [1], "sampling": {"json_schema": "[" * 65_537}}, 400, "json_schema has 65537"),
         ({"prompt": [1], "sampling": {}, "first_index": 1.7}, 400, "first_index is 1.7: give a whole number."),
         ({"prompt": [1], "sampling": {"stop": "zzhzz"}}, 400, "sampling.stop is 'zzhzz': give a list."),
         ({"prompt": [1], "sampling": {"ignore_eos": "false"}}, 400, "ignore_eos is 'false': give true or false."),
@@ -195,7 +210,7 @@ def test_invalid_request_gives_clear_error(body: Any, status: int, sentence: str
 
 
 def test_without_the_key_only_health_replies() -> None:
-    with serving(Generator(sharp()), key="open sesame") as (_, url):
+    with serving(Generator(sharp()), key=KEY) as (_, url):
         assert request_json(f"{url}/health")[0] == 200
         for path, body in (
             ("/v1/models", None),
@@ -208,9 +223,61 @@ def test_without_the_key_only_health_replies() -> None:
         wrong = GenerationClient(url, api_key="open sesam", retries=0)
         with closing(wrong), pytest.raises(ServerError, match="status 401: this server needs its key"):
             wrong.generate([[1]], SamplingParams(max_new_tokens=1))
-        with closing(GenerationClient(url, api_key="open sesame")) as engine:
+        with closing(GenerationClient(url, api_key=KEY)) as engine:
             ((completion,),) = engine.generate([[1]], SamplingParams(max_new_tokens=1))
             assert len(completion.tokens) == 1
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "sentence"),
+    [
+        ({}, 200, ""),
+        ({"Host": "127.0.0.1:1"}, 200, ""),
+        ({"Host": "[::1]:1"}, 200, ""),
+        ({"Host": "localhost:8000", "Origin": "http://localhost:8000"}, 200, ""),
+        ({"Content-Type": "text/plain"}, 415, "Content-Type is 'text/plain'; send application/json."),
+        ({"Content-Type": "application/json; charset=utf-8"}, 200, ""),
+        ({"Content-Type": ""}, 415, "send application/json"),
+        ({"Host": "page.example"}, 403, "Host is 'page.example', but without a key"),
+        ({"Host": "localhost.page.example"}, 403, "Connect to localhost, 127.0.0.1 or an address"),
+        ({"Host": "[::1"}, 403, "POSTLUDE_API_KEY"),
+        ({"Host": ""}, 403, "Host is ''"),
+        ({"Origin": "http://page.example"}, 403, "comes from a page of 'http://page.example'"),
+        ({"Origin": "null"}, 403, "comes from a page of 'null'"),
+        ({"Host": "localhost:8000", "Origin": "http://localhost:8888"}, 403, "Leave out the header Origin"),
+    ],
+)
+def test_without_a_key_no_page_of_another_site_is_served(
+    keyless: str, headers: dict[str, str], status: int, sentence: str
+) -> None:
+    code, words = request_json(f"{keyless}/generate", {"prompt": [1], "sampling": {"max_new_tokens": 1}}, **headers)
+    assert (code, code == 200 or sentence in words["error"]["message"]) == (status, True), words
+
+
+@pytest.mark.parametrize("path", ["/weights", "/adapters"])
+def test_without_a_key_no_request_changes_weights(keyless: str, path: str) -> None:
+    for body in (None, {"directory": "/", "version": "1"}):
+        status, words = request_json(f"{keyless}{path}", body)
+        assert (status, "start it with one (POSTLUDE_API_KEY, or --api-key)" in words["error"]["message"]) == (
+            403,
+            True,
+        )
+
+
+@pytest.fixture(scope="module")
+def keyless() -> Iterator[str]:
+    with serving(Generator(sharp())) as (_, url):
+        yield url
+
+
+def test_a_client_does_not_wait_for_a_model_that_a_server_does_not_have(keyless: str) -> None:
+    start = time.monotonic()
+    with (
+        closing(GenerationClient(keyless, "other", retries=1, backoff=60.0)) as engine,
+        pytest.raises(ServerError, match="model is 'other', but 'tiny' is served here"),
+    ):
+        engine.generate([[1]], SamplingParams(max_new_tokens=1))
+    assert time.monotonic() - start < 30
 
 
 def test_requests_of_a_client_that_is_gone_are_aborted() -> None:
@@ -293,34 +360,36 @@ def test_weights_that_cannot_be_read_leave_the_old_ones(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     index = tmp_path / "broken" / "model.safetensors.index.json"
     question = {"prompt": [1], "sampling": {"max_new_tokens": 3}}
-    with serving(Generator(sharp())) as (_, url):
-        before = request_json(f"{url}/generate", question)
+    with serving(Generator(sharp()), key=KEY) as (_, url):
+        before = request_json(f"{url}/generate", question, **BEARER)
         for directory in ("~nosuchuser/x", "/a\0b", str(tmp_path / "empty"), str(tmp_path / "nowhere")):
-            status, words = request_json(f"{url}/weights", {"directory": directory, "version": "b"})
+            status, words = request_json(f"{url}/weights", {"directory": directory, "version": "b"}, **BEARER)
             assert (status, "the weights stay 'default', as they were: " in words["error"]["message"]) == (400, True), (
                 words
             )
         for text in ("{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": null}}', '{"weight_map": {"a": 3}}'):
             index.write_text(text)
-            status, words = request_json(f"{url}/weights", {"directory": str(index.parent), "version": "b"})
+            status, words = request_json(f"{url}/weights", {"directory": str(index.parent), "version": "b"}, **BEARER)
             assert (status, "is not a safetensors index" in words["error"]["message"]) == (400, True), words
         for body in (None, [1], {"directory": 3, "version": "b"}, {"directory": "x"}):
-            assert request_json(f"{url}/weights", json.dumps(body).encode())[0] == 400
-        assert request_json(f"{url}/generate", question) == before
-        assert request_json(f"{url}/weights") == (200, {"version": "default", "checksum": None})
+            assert request_json(f"{url}/weights", json.dumps(body).encode(), **BEARER)[0] == 400
+        assert request_json(f"{url}/generate", question, **BEARER) == before
+        assert request_json(f"{url}/weights", **BEARER) == (200, {"version": "default", "checksum": None})
 
 
 def test_partially_read_weights_are_not_used(tmp_path: Path, monkeypatch) -> None:
     export_hf(sharp(seed=1), tmp_path / "new")
     question = {"prompt": [1], "sampling": {"max_new_tokens": 3}}
-    with serving(Generator(sharp())) as (_, url):
+    with serving(Generator(sharp()), key=KEY) as (_, url):
         with monkeypatch.context() as patched:
             patched.setattr("postlude.hf.reload.fill", lambda *_: 1 / 0)
-            status, words = request_json(f"{url}/weights", {"directory": str(tmp_path / "new"), "version": "b"})
+            status, words = request_json(
+                f"{url}/weights", {"directory": str(tmp_path / "new"), "version": "b"}, **BEARER
+            )
             assert (status, "there are no weights until others are read" in words["error"]["message"]) == (500, True)
-        assert request_json(f"{url}/generate", question)[0] == 503
-        assert request_json(f"{url}/weights", {"directory": str(tmp_path / "new"), "version": "b"})[0] == 200
-        assert request_json(f"{url}/generate", question)[0] == 200
+        assert request_json(f"{url}/generate", question, **BEARER)[0] == 503
+        assert request_json(f"{url}/weights", {"directory": str(tmp_path / "new"), "version": "b"}, **BEARER)[0] == 200
+        assert request_json(f"{url}/generate", question, **BEARER)[0] == 200
 
 
 def open_request(url: str, body: dict[str, Any], path: str = "/generate") -> socket.socket:
@@ -328,7 +397,8 @@ def open_request(url: str, body: dict[str, Any], path: str = "/generate") -> soc
     host, _, port = url.removeprefix("http://").rpartition(":")
     data = json.dumps(body).encode()
     connection = socket.create_connection((host, int(port)), timeout=60)
-    connection.sendall(f"POST {path} HTTP/1.1\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    connection.sendall(head.encode() + b"\r\n\r\n" + data)
     return connection
 
 
@@ -347,7 +417,7 @@ def test_a_request_of_a_disconnected_client_is_dropped(ending: str) -> None:
         if ending == "reset":
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         elif ending == "close behind another request":
-            connection.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         connection.close()
         until(lambda: not served._session.busy)
 
@@ -367,9 +437,23 @@ def test_a_large_request_is_refused_before_it_is_read() -> None:
     with serving(Generator(sharp())) as (_, url):
         host, _, port = url.removeprefix("http://").rpartition(":")
         with socket.create_connection((host, int(port)), timeout=60) as connection:
-            connection.sendall(b"POST /generate HTTP/1.1\r\nContent-Length: 60000000\r\n\r\n")
+            head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            connection.sendall(head + b"Content-Length: 60000000\r\n\r\n")
             assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
             assert request_json(f"{url}/health")[0] == 200
+
+
+@pytest.mark.parametrize("part", ["nothing", "headers", "body"])
+def test_a_request_that_does_not_come_whole_is_ended(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    for name in ("IDLE", "HEAD", "BODY"):
+        monkeypatch.setattr(f"postlude.serving.server.http_server.{name}_TIMEOUT", 0.05)
+    head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 10"
+    sent = {"nothing": b"", "headers": head, "body": head + b"\r\n\r\n{"}[part]
+    with serving(Generator(sharp())) as (_, url):
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall(sent)
+            assert connection.recv(4096).startswith(b"" if part == "nothing" else b"HTTP/1.1 408 ")
 
 
 @pytest.mark.thorough

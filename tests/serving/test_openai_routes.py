@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 import urllib.request
+from collections import deque
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
@@ -13,15 +14,18 @@ import pytest
 
 from postlude import load_tokenizer
 from postlude.data.chat import Encoder
+from postlude.generate.completion_state import CompletionState, PromptState
 from postlude.generate.generator import Generator
 from postlude.generate.protocol import Completion, Progress
 from postlude.generate.sampling_params import SamplingParams
+from postlude.generate.session import take_turns
 from postlude.generate.text_stream import TextStream
 from postlude.rollout.environments import SingleTurn
 from postlude.rollout.judge import JudgeReward
 from postlude.rollout.tasks import Task
 from postlude.rollout.verdict import Verdict
 from postlude.serving.json_reply import write_json
+from postlude.serving.server.client_turns import ClientTurns
 from postlude.serving.server.http_server import HTTPRequest
 from postlude.serving.server.openai_routes import CompletionBackend, OpenAIRoutes
 from tests.generate.test_session import sharp
@@ -57,7 +61,7 @@ def encoded(prompt: Any) -> list[int]:
 
 def stream_chunks(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the chunks of a properly ended stream."""
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Accept": "text/event-stream"})
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as reply:
         assert reply.headers["Content-Type"] == "text/event-stream"
         *chunks, last = [part.removeprefix("data: ") for part in reply.read().decode().split("\n\n")[:-1]]
@@ -442,3 +446,66 @@ def test_reply_has_null_for_numbers_that_json_lacks() -> None:
     assert write_json({"a": [float("inf"), (float("nan"), 1.5)], "b": -float("inf")}) == (
         b'{"a": [null, [null, 1.5]], "b": null}'
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sentence"),
+    [
+        ("completions", {"prompt": "a", "stop": ["x"] * 120_000, "n": 64}, "stop has 120000; the limit is 64 strings."),
+        ("completions", {"prompt": "a", "stop_token_ids": [1] * 2000}, "stop_tokens has 2000"),
+        ("completions", {"prompt": ["a"] * 2000}, "give from 1 to 1024 completions in all."),
+        ("completions", {"prompt": "a" * 900_000}, "the prompt has 900000 characters"),
+        (
+            "completions",
+            {"prompt": "a", "n": 1024, "max_tokens": 100, "logprobs": 20},
+            "have 2150400 log-probs; the limit is 1048576.",
+        ),
+        ("chat/completions", {"messages": [MESSAGES[0]] * 5000}, "at most 4096 items"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 2000}]},
+            "1024",
+        ),
+        (
+            "chat/completions",
+            {"messages": MESSAGES, "chat_template_kwargs": {str(i): 1 for i in range(99)}},
+            "64 items",
+        ),
+        (
+            "chat/completions",
+            {
+                "messages": MESSAGES,
+                "response_format": {"type": "json_schema", "json_schema": {"schema": {"a": "b" * 70_000}}},
+            },
+            "json_schema has",
+        ),
+    ],
+)
+def test_every_list_and_text_has_a_limit(url: str, path: str, body: dict[str, Any], sentence: str) -> None:
+    status, reply = request_json(f"{url}/v1/{path}", body)
+    assert (status, sentence in reply["error"]["message"]) == (400, True), reply
+
+
+def test_clients_that_wait_take_turns() -> None:
+    waiting = deque(CompletionState(PromptState([1], SamplingParams(), 1), 0, frozenset(), None) for _ in range(6))
+    for completion, client in zip(waiting, "aaaabb", strict=True):
+        completion.client = client
+    waiting[3].tokens.append(1)
+    assert [completion.client for completion in take_turns(waiting)] == ["a", "a", "b", "a", "b", "a"]
+    order: list[str] = []
+
+    async def enter(turns: ClientTurns, client: str) -> None:
+        async with turns.turn(client):
+            order.append(client)
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        turns = ClientTurns()
+        tasks = [asyncio.create_task(enter(turns, client)) for client in "aaaabb"]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.wait_for(enter(turns, "c"), 1)
+
+    asyncio.run(run())
+    assert "".join(order) == "ababac"

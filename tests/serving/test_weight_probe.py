@@ -29,7 +29,7 @@ from postlude.serving.server.generation_server import GenerationServer, _resolve
 from postlude.serving.weights.sync import SyncOptions
 from tests.engine.training import build, config, train
 from tests.serving.fake_vllm import FakeVLLM, Refusal, deterministic_completion
-from tests.serving.test_generation_server import serving
+from tests.serving.test_generation_server import KEY, serving
 
 MODEL = config("tiny-dense", num_hidden_layers=2, tie_word_embeddings=False)
 
@@ -69,7 +69,7 @@ class ScalesOneMatrix(GenerationServer):
 
 @contextmanager
 def server(kind: type[GenerationServer] = GenerationServer, dtype: torch.dtype = torch.float32) -> Iterator[str]:
-    with serving(Generator(load_model(MODEL, dtype=dtype), None), kind=kind) as (_, url):
+    with serving(Generator(load_model(MODEL, dtype=dtype), None), key=KEY, kind=kind) as (_, url):
         yield url
 
 
@@ -79,7 +79,7 @@ def probed(
     """Returns the metrics after 0, 1 and 2 small steps, the server states, and the error that ended the run."""
     engine = build(layout, MODEL, compute_dtype=getattr(torch, dtype), optimizer=AdamW(lr=1e-5))
     options = SyncOptions(Path(directory), probe=WeightProbe(engine), wait=wait)
-    rollouts = ServerEngine(lambda: GenerationClient(urls, backoff=0.01), engine=engine, sync=options)
+    rollouts = ServerEngine(lambda: GenerationClient(urls, api_key=KEY, backoff=0.01), engine=engine, sync=options)
     with closing(rollouts):
         metrics, problem = [], ""
         for step in range(3):

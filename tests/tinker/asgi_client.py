@@ -40,7 +40,7 @@ async def request(
 ) -> Reply:
     """Sends one request; `body` is bytes, or a value that becomes JSON."""
     raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-    sent = {"content-type": "application/json", "host": "server"} | (headers or {})
+    sent = {"content-type": "application/json", "host": "localhost"} | (headers or {})
     if key is not None:
         sent["x-api-key"] = key
     route, _, query = path.partition("?")

@@ -34,6 +34,24 @@ def test_request_without_valid_key_gets_401(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_without_a_key_file_no_page_of_another_site_is_served(tmp_path: Path) -> None:
+    async def run() -> None:
+        path = "/api/v1/get_server_capabilities"
+        async with running_server(tmp_path) as (app, _, _service):
+            for headers in ({"host": "page.example"}, {"origin": "http://page.example"}):
+                refused = await request(app, "GET", path, headers=headers)
+                assert (refused.status, "--key-file" in refused.json["error"]) == (403, True)
+            for kind in ("text/plain", ""):
+                body = {"tags": []}
+                assert (
+                    await request(app, "POST", "/api/v1/create_session", body, headers={"content-type": kind})
+                ).status == 415
+        async with running_server(tmp_path / "keys", keys=["tml-one"]) as (app, _, _service):
+            assert (await request(app, "GET", path, headers={"host": "gpu-7"})).status == 200
+
+    asyncio.run(run())
+
+
 def test_key_cannot_access_models_of_another_key(tmp_path: Path) -> None:
     async def run() -> None:
         async with running_server(tmp_path) as (app, _, _service):
@@ -137,7 +155,7 @@ def test_signed_download_links_work_without_key_and_reject_tampering(tmp_path: P
             urls = (await client.get(f"{base}/external_weights/out/external_weights_urls")).json["urls"]
             assert set(urls) == {"adapter_model.safetensors"}
             split = urlsplit(urls["adapter_model.safetensors"])
-            assert split.netloc == "server"
+            assert split.netloc == "localhost"
             link = f"{split.path.replace('%3A', ':')}?{split.query}"
             assert (await request(app, "GET", link, key=None)).body == b"0.0"
             for wrong in (link.replace("adapter_model", "checkpoint"), link[:-1] + ("0" if link[-1] != "0" else "1")):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import signal
 import socket
 
 from postlude.commands.loading import load_generator, warn_of_endless_turns
 from postlude.recipes.run.outcome import RunFailed
+from postlude.serving.log_lines import log_to_stderr
 from postlude.serving.server.generation_server import GenerationServer
 from postlude.world.ports import is_loopback
 
@@ -21,6 +23,7 @@ def run(options: argparse.Namespace) -> None:
     check_address(options.host, options.port)
     key = options.api_key or os.environ.get(KEY)
     check_key(options.host, key)
+    log_to_stderr(logging.WARNING)
     limits = ("context_length", "max_sequences", "max_batch_tokens", "max_prefill_tokens")
     generator, tokenizer = load_generator(options, limits, empty=options.empty)
     warn_of_endless_turns(tokenizer)

@@ -10,6 +10,7 @@ from postlude.cluster.ray_cluster import check_ray
 from postlude.commands.serve import check_address
 from postlude.layout import Layout
 from postlude.recipes.run.outcome import RunFailed
+from postlude.serving.log_lines import log_to_stderr
 
 LOCAL_KEY = "tml-local"
 NEEDED = ("starlette", "uvicorn", "httptools", "uvloop", "google.protobuf", "zstandard")
@@ -30,8 +31,12 @@ def run(options: argparse.Namespace) -> None:
     check_address(options.host, options.port)
     check_key_file(options.host, options.key_file)
     keys = read_keys(options.key_file) if options.key_file is not None else None
+    models_per_key = options.max_models_per_key or -(-options.max_models // max(1, len(keys or ())))
     limits = Limits(
-        models=options.max_models, full_models=options.max_full_models, session_seconds=options.session_timeout
+        models=options.max_models,
+        models_per_key=models_per_key,
+        full_models=options.max_full_models,
+        session_seconds=options.session_timeout,
     )
     layout = Layout.parse(options.layout)
     state = StateDirectory(options.state)
@@ -44,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
         scratch=state.scratch,
         trust_remote_code=options.trust_remote_code,
     )
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    log_to_stderr(logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
     def ready(address: str) -> None:

@@ -324,12 +324,11 @@ class Generator:
             raise ValueError(f"stop={sampling.stop!r} is searched in text; give the Generator a tokenizer.")
         stop_tokens = frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_eos else self.eos_tokens)
         prompt = PromptState(tokens, sampling, unstarted=n, adapter=adapter)
+        first = None if sampling.json_schema is None else self._grammars.json(sampling.json_schema, stop_tokens)
         completions = []
         for completion_index in range(first_index, first_index + n):
             stops = StopStrings(self.tokenizer, sampling.stop) if sampling.stop and self.tokenizer is not None else None
-            grammar = None
-            if sampling.json_schema is not None:
-                grammar = self._grammars.json(sampling.json_schema, stop_tokens)
+            grammar = None if first is None else first.copy()
             key = rng_key(sampling.seed, index, completion_index)
             completions.append(CompletionState(prompt, key, stop_tokens, stops, grammar))
         return completions

@@ -16,6 +16,10 @@ class Grammar:
     def __init__(self, matcher: Any, stop_tokens: Collection[int], words: int) -> None:
         self._matcher, self._stop_tokens, self._words = matcher, stop_tokens, words
 
+    def copy(self) -> Grammar:
+        """Returns one in the same state, for another completion."""
+        return Grammar(self._matcher.deep_copy(), self._stop_tokens, self._words)
+
     def accept(self, token: int) -> None:
         """Adds a sampled token. Raises ValueError if the grammar does not allow it."""
         if token not in self._stop_tokens and not self._matcher.consume_token(token):

@@ -10,6 +10,8 @@ from numbers import Real
 MIN_TEMPERATURE = 1e-5  # above 0; below it vLLM samples greedily, and fp32 logits may overflow
 PENALTIES = {"presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "repetition_penalty": (0.01, 100)}
 MAX_TOP_LOGPROBS = 20
+MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 64, 1024, 1024
+MAX_SCHEMA = 65_536  # characters of a JSON schema
 MIN_FP32, MAX_FP32 = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127  # normal numbers; below them a device may round to 0
 
 
@@ -96,8 +98,20 @@ class SamplingParams:
                 raise ValueError(f"{name}={getattr(self, name)}: give a number from {lowest:g} to {highest:g}.")
         if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
             raise ValueError(f"top_logprobs={format_number(self.top_logprobs)}: give 0 to {MAX_TOP_LOGPROBS}.")
+        self._check_sizes()
         if "" in self.stop:
             raise ValueError(f"stop={self.stop!r}: every stop string has at least one letter.")
+
+    def _check_sizes(self) -> None:
+        """Refuses what is compared with every token, or read before the first, if it is too large."""
+        for name, size, limit in (
+            ("stop", len(self.stop), f"{MAX_STOPS} strings"),
+            ("a string of stop", max(map(len, self.stop), default=0), f"{MAX_STOP_CHARACTERS} characters"),
+            ("stop_tokens", len(self.stop_tokens), f"{MAX_STOP_TOKENS} tokens"),
+            ("json_schema", len(self.json_schema or ""), f"{MAX_SCHEMA} characters"),
+        ):
+            if size > int(limit.partition(" ")[0]):
+                raise ValueError(f"{name} has {size}; the limit is {limit}.")
 
     @property
     def filtered(self) -> bool:

@@ -31,6 +31,7 @@ class Session:
         self._postponed: deque[list[CompletionState]] = deque()
         self._active: dict[tuple[int, int], CompletionState] = {}  # by request id and index
         self._request_ids = itertools.count()
+        self._unordered = False  # whether completions were added since the clients' turns were set
 
     @property
     def busy(self) -> bool:
@@ -47,6 +48,8 @@ class Session:
             first_index=request.first_index,
             adapter=request.adapter,
         )
+        for completion in group:
+            completion.client = request.client
         request_id = next(self._request_ids)
         self._active |= {(request_id, index): completion for index, completion in enumerate(group)}
         if self._scheduler is None or self._postponed or not self._fits(self._scheduler, group):
@@ -60,6 +63,8 @@ class Session:
         if self._scheduler is None:
             self._start()
         if self._scheduler is not None and self._has_adapter(self._adapter):
+            if self._unordered:
+                self._scheduler.waiting, self._unordered = take_turns(self._scheduler.waiting), False
             with self.generator.generation_mode(self._adapter):
                 self._scheduler.step()
         if self._scheduler is not None and not self._scheduler.busy:
@@ -140,6 +145,7 @@ class Session:
             for completion in group:
                 completion.prompt = shared.prompt
         scheduler.add(group)
+        self._unordered = True
 
     def _finished(self, request_id: int, index: int) -> FinishedCompletion:
         completion = self._active.pop((request_id, index))
@@ -151,6 +157,17 @@ class Session:
     def _record_version(self, completion: CompletionState) -> None:
         if self.version is not None:
             completion.record_version(self.version)
+
+
+def take_turns(waiting: deque[CompletionState]) -> deque[CompletionState]:
+    """Returns completions with their clients in turns. Those that have begun, and were preempted, stay first."""
+    begun = [completion for completion in waiting if completion.tokens]
+    by_client: dict[str, list[CompletionState]] = {}
+    for completion in waiting:
+        if not completion.tokens:
+            by_client.setdefault(completion.client, []).append(completion)
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*by_client.values()))
+    return deque([*begun, *(completion for completion in turns if completion is not None)])
 
 
 def _same_but_seed(first: CompletionState, second: CompletionState) -> bool:

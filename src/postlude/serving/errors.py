@@ -31,6 +31,8 @@ class InvalidResponse(Exception):
 class RequestRefused(Exception):
     """The server understood the request and rejects it. Another server may accept it."""
 
-    def __init__(self, clause: str, status: int = 400) -> None:
+    def __init__(self, clause: str, status: int = 400, *, unknown_model: bool = False) -> None:
         super().__init__(clause)
         self.status = status
+        self.unknown_model = unknown_model
+        """Whether the server says that it does not have the request's model."""

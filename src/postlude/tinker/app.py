@@ -23,6 +23,8 @@ from starlette.routing import Route
 
 from postlude.serving.json_reply import write_json
 from postlude.serving.request_body import parse
+from postlude.serving.request_source import JSON as JSON_TYPE
+from postlude.serving.request_source import SourceCheck, type_refusal
 from postlude.tinker import bodies, wire
 from postlude.tinker.errors import APIError
 from postlude.tinker.futures import JSON, Future, digest
@@ -46,13 +48,19 @@ Schema = TypeVar("Schema", bound=BaseModel)
 
 
 class Keys:
-    """Which keys may use the server. Each is an owner of its own; without a list, every key may."""
+    """Which keys may use the server. Each is an owner of its own; without a list, every key may.
 
-    def __init__(self, keys: Sequence[str] | None) -> None:
+    Without a list, the server that listens at `host` takes no requests from pages of other sites.
+    """
+
+    def __init__(self, keys: Sequence[str] | None, host: str = "localhost") -> None:
         self._owners = {self._owner(key) for key in keys} if keys is not None else None
+        self._source = SourceCheck(host, "--key-file")
 
     def owner(self, headers: Headers) -> str:
         """Returns the owner of a request."""
+        if self._owners is None and (reason := self._source.refusal(headers)) is not None:
+            raise APIError(403, reason)
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         key = headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
         if not key:
@@ -193,8 +201,18 @@ class TinkerApp:
             LOG.info("first request of %s", agent or "a client without a name")
 
     async def read(self, request: Request) -> bytes:
-        """Returns the body of a request within the limit, decompressed."""
-        limit = self.service.limits.body_bytes
+        """Returns the body of a request within the limits, decompressed."""
+        limits = self.service.limits
+        kind = request.headers.get("content-type", "").partition(";")[0]
+        try:
+            async with asyncio.timeout(limits.body_seconds):
+                return await self._read(
+                    request, limits.body_bytes if kind == PROTOBUF else min(limits.json_bytes, limits.body_bytes)
+                )
+        except TimeoutError:
+            raise APIError(408, f"the request did not arrive within {limits.body_seconds:g} s.") from None
+
+    async def _read(self, request: Request, limit: int) -> bytes:
         body = bytearray()
         stream = request.stream()
         async for chunk in stream:
@@ -206,6 +224,8 @@ class TinkerApp:
                         async for _ in stream:
                             pass
                 raise APIError(413, f"the request has more than {limit} bytes, which is the limit of this server.")
+        if body and (reason := type_refusal(request.headers, JSON_TYPE, PROTOBUF)) is not None:
+            raise APIError(415, reason)
         encoding = request.headers.get("content-encoding", "identity").lower()
         if encoding == "zstd":
             try:
@@ -341,7 +361,9 @@ class TinkerApp:
         try:
             path, name = TinkerPath(parameters["run"], "external_weights", parameters["name"]), parameters["file"]
             expires = int(query.get("expires", "0"))
-            right = hmac.compare_digest(self._signature(path, name, expires), query.get("signature", ""))
+            right = hmac.compare_digest(
+                self._signature(path, name, expires).encode(), query.get("signature", "").encode()
+            )
             file = self.service.state.files_of(path).get(name) if right and expires >= time.time() else None
         except ValueError:
             file = None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from postlude.generate.sampling_params import SamplingParams
 from postlude.serving.request_body import Tokens
@@ -24,6 +25,18 @@ class TinkerBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True, protected_namespaces=())
 
 
+METADATA_BYTES = 16 * 1024
+
+
+def _check_metadata(value: dict[str, Any]) -> dict[str, Any]:
+    if (size := len(json.dumps(value))) > METADATA_BYTES:
+        raise ValueError(f"metadata of {size} bytes; the limit is {METADATA_BYTES}.")
+    return value
+
+
+Label = Annotated[str, Field(max_length=256)]
+Metadata = Annotated[dict[str, Any], AfterValidator(_check_metadata)]
+TextMetadata = Annotated[dict[str, str], AfterValidator(_check_metadata)]
 Sequential = Annotated[int, Field(ge=0, le=INT32)]
 Seconds = Annotated[int, Field(ge=1, le=100 * 366 * 24 * 3600)]  # up to 100 years, which a date can be
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -32,17 +45,17 @@ Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 class ClientConfigBody(TinkerBody):
     """POST client/config."""
 
-    sdk_version: str = ""
+    sdk_version: Label = ""
 
 
 class CreateSessionBody(TinkerBody):
     """POST create_session."""
 
-    tags: tuple[str, ...] = ()
-    user_metadata: dict[str, str] | None = None
-    sdk_version: str = ""
-    project_id: str | None = None
-    display_name: str | None = None
+    tags: Annotated[tuple[Label, ...], Field(max_length=64)] = ()
+    user_metadata: TextMetadata | None = None
+    sdk_version: Label = ""
+    project_id: Label | None = None
+    display_name: Label | None = None
 
 
 class SessionBody(TinkerBody):
@@ -82,7 +95,7 @@ class CreateModelBody(TinkerBody):
     model_seq_id: Sequential
     base_model: str
     lora_config: LoRAConfig | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
     optimizer_config: OptimizerConfigBody | None = None
 
 
@@ -112,7 +125,7 @@ class SaveBody(TrainingBody):
     path: str | None = None
     ttl_seconds: Seconds | None = None
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
+    user_metadata: TextMetadata | None = None
     sampling_session_seq_id: Sequential | None = None
     age_encryption_recipients: tuple[str, ...] | None = None
 
@@ -125,7 +138,7 @@ class LoadBody(TinkerBody):
     session_id: str | None = None
     model_seq_id: Sequential | None = None
     base_model: str | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
     path: str
     optimizer: bool = False
     optimizer_config: OptimizerConfigBody | None = None

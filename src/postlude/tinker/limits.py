@@ -13,6 +13,10 @@ class Limits:
 
     body_bytes: int = 64 * MIB
     """The largest request, also after decompression."""
+    json_bytes: int = 16 * MIB
+    """The largest request in JSON, which is read in one go."""
+    body_seconds: float = 300.0
+    """How long a request may take to arrive."""
     queued_bytes: int = 1024 * MIB
     """Training requests that wait, of all clients."""
     queued_per_model: int = 1024
@@ -21,6 +25,8 @@ class Limits:
     """Sampling requests of one key that are not finished; beyond it a client gets 429 and waits."""
     models: int = 64
     """Models that are trained at the same time."""
+    models_per_key: int = 64
+    """Models among them of one key."""
     full_models: int = 1
     """Models among them of which all weights are trained; 0 allows adapters only."""
     full_snapshots: int = 4
@@ -28,7 +34,9 @@ class Limits:
     samplers: int = 64
     """Samplers in memory. The one unused for longest is closed; one of a saved path is opened again when it is used."""
     sessions_per_key: int = 1024
-    """Open sessions of one key."""
+    """Open sessions of one key, and finished ones that are kept."""
+    finished_seconds: float = 7 * 24 * 3600.0
+    """How long a finished session is kept, and its models without checkpoints."""
     num_samples: int = 1024
     """Completions of one sampling request."""
     result_bytes: int = 1024 * MIB

@@ -100,6 +100,13 @@ class ModelRequests:
                 f"{len(self._training.models)} models are being trained, which is the limit of this server. End a "
                 "session, or start the server with a larger --max-models.",
             )
+        limit = self._service.limits.models_per_key
+        if sum(model.owner == session.record.owner for model in self._training.models.values()) >= limit:
+            raise APIError(
+                400,
+                f"{limit} models of this key are being trained, which is its limit. End a session, or start the server "
+                "with a larger --max-models-per-key.",
+            )
         if spec.lora is None:
             self._check_full_models()
         self._service.base(spec.base_model)

@@ -88,7 +88,7 @@ class OpenAIApp:
                 raise APIError(400, f"model is {model!r:.60}: give a base model or a tinker:// path.")
             routes = await self._routes_of(owner, model)
             self._service.samplers.check_room(owner)
-            call = HTTPRequest("POST", request.url.path, body, lambda: False)
+            call = HTTPRequest("POST", request.url.path, body, lambda: False, owner)
             try:
                 reply = await (routes.chat(call) if chat else routes.completions(call))
                 if isinstance(reply, AsyncGenerator):

@@ -17,6 +17,7 @@ import uvloop
 
 from postlude.tinker.app import Keys, TinkerApp
 from postlude.tinker.backend import TinkerBackend
+from postlude.tinker.http_connection import HTTPConnection
 from postlude.tinker.limits import Limits
 from postlude.tinker.openai import OpenAIApp
 from postlude.tinker.service import TinkerService
@@ -96,12 +97,13 @@ async def serve(
 async def _serve(
     service: TinkerService, host: str, port: int, keys: Sequence[str] | None, ready: Callable[[str], None]
 ) -> None:
-    tinker = TinkerApp(service, Keys(keys), compress=not is_loopback(host))
+    tinker = TinkerApp(service, Keys(keys, host), compress=not is_loopback(host))
     app = tinker.build(OpenAIApp(tinker).routes())
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
     config = uvicorn.Config(
         app,
+        http=HTTPConnection,
         log_config=None,
         access_log=False,
         lifespan="on",

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -96,7 +97,9 @@ class TinkerService:
         record = self.session_record(owner, session_id)
         self._end_models(session_id, f"the client finished the session {session_id}, so its models were freed.")
         if record.finished is None:
-            await self.save_session(session_id, lambda session: replace(session, finished=reason[:40]))
+            await self.save_session(
+                session_id, lambda session: replace(session, finished=reason[:40], ended=time.time())
+            )
 
     def session(self, owner: str, session_id: str) -> ClientSession:
         """Returns a session that is alive."""
@@ -318,7 +321,7 @@ class TinkerService:
         """Drops what is old: results, sessions without a heartbeat, expired checkpoints, gaps in sequences."""
         while True:
             await asyncio.sleep(min(SWEEP_SECONDS, self.limits.session_seconds / 4, self.limits.gap_seconds / 4))
-            for step in (self._drop_old, self._expire_sessions, self._expire_checkpoints):
+            for step in (self._drop_old, self._expire_sessions, self._expire_checkpoints, self._forget_sessions):
                 try:
                     await step()
                 except Exception:
@@ -352,4 +355,18 @@ class TinkerService:
             record = self.state.sessions[session_id]
             if record.finished is None:
                 with contextlib.suppress(APIError):
-                    await self.save_session(session_id, lambda candidate: replace(candidate, finished="expired"))
+                    await self.save_session(
+                        session_id, lambda candidate: replace(candidate, finished="expired", ended=time.time())
+                    )
+
+    async def _forget_sessions(self) -> None:
+        """Deletes finished sessions that are old, and the oldest ones of a key beyond its limit."""
+        kept: Counter[str] = Counter()
+        finished = [record for record in self.state.sessions.values() if record.finished is not None]
+        used = {model.session_id for model in self.training.models.values()} | set(self.sessions)
+        for record in sorted(finished, key=lambda record: record.ended or record.created, reverse=True):
+            kept[record.owner] += 1
+            old = time.time() - (record.ended or record.created) > self.limits.finished_seconds
+            if (old or kept[record.owner] > self.limits.sessions_per_key) and record.session_id not in used:
+                async with self._saving:
+                    self.state.forget(record)

@@ -93,6 +93,8 @@ class SessionRecord:
     user_metadata: dict[str, str] = field(default_factory=dict)
     finished: str | None = None
     """How it ended: success, errored, interrupted (by the client) or expired."""
+    ended: float | None = None
+    """When it did."""
     samplers: tuple[SamplerRecord, ...] = ()
 
 
@@ -159,6 +161,16 @@ class StateDirectory:
                 self.runs[record.run_id] = record
             case Checkpoint():
                 self.checkpoints[record.path] = record
+
+    def forget(self, session: SessionRecord) -> None:
+        """Deletes what is saved of a session, and its runs without checkpoints."""
+        del self.sessions[session.session_id]
+        (self.directory / "sessions" / f"{session.session_id}.json").unlink(missing_ok=True)
+        saved = {path.run_id for path in self.checkpoints}
+        for run in [run for run in self.runs.values() if run.session_id == session.session_id]:
+            if run.run_id not in saved:
+                del self.runs[run.run_id]
+                shutil.rmtree(self.directory / "runs" / run.run_id, ignore_errors=True)
 
     # Checkpoints
 

@@ -207,8 +207,17 @@ def json_or_raise(reply: Reply) -> Any:
     if reply.status in TEMPORARY:
         raise ServerUnavailable(f"replies with {problem}", seconds)
     if reply.status in REFUSED:
-        raise RequestRefused(problem, reply.status)
+        raise RequestRefused(problem, reply.status, unknown_model=_names_unknown_model(reply))
     raise InvalidResponse(f"replies with {problem}")
+
+
+def _names_unknown_model(reply: Reply) -> bool:
+    """Whether the error is that of an unknown model: OpenAI's code, or vLLM's name of the parameter."""
+    try:
+        error = reply.json()["error"]
+        return bool(error.get("code") == "model_not_found" or error.get("param") == "model")
+    except (InvalidResponse, AttributeError, KeyError, TypeError):
+        return False
 
 
 def _message(reply: Reply) -> str:

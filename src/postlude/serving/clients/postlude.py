@@ -97,9 +97,10 @@ class AdapterBody(Body):
     version: str
 
 
-def read_request(body: GenerateBody, adapter: str | None = None) -> Request:
+def read_request(body: GenerateBody, adapter: str | None = None, client: str = "") -> Request:
     """Returns the request in a body. Raises a ValueError where its values are invalid."""
-    return Request(body.prompt, SamplingParams(**dict(body.sampling)), first_index=body.first_index, adapter=adapter)
+    sampling = SamplingParams(**dict(body.sampling))
+    return Request(body.prompt, sampling, first_index=body.first_index, adapter=adapter, client=client)
 
 
 def write_completion(completion: Completion) -> dict[str, Any]:

@@ -235,14 +235,14 @@ class RemoteServer:
                 f"a request has penalties, json_schema or top_logprobs, which {self.api.name} is not asked for here. "
                 "Leave them out, or sample with the native generator or postlude serve."
             )
+        adapter = request.adapter or self.default_adapter
         try:
-            completion = await self.api.generate(
-                self._send, request.adapter or self.default_adapter or self.model, request
-            )
+            completion = await self.api.generate(self._send, adapter or self.model, request)
         except (AttributeError, LookupError, TypeError, OverflowError) as error:  # unexpected JSON
             raise InvalidResponse(f"gave a reply that cannot be read: {error!r}") from error
         except RequestRefused as error:
-            if error.status == NOT_FOUND:  # it may be starting, or has another model
+            if error.status == NOT_FOUND and not (error.unknown_model and adapter is None):
+                # It may be starting, or have been started again without the adapter.
                 raise ServerUnavailable(f"replies with {error}") from error
             raise
         self._check_completion(completion, request)

@@ -120,7 +120,7 @@ class ServerPool:
                 return completion
             except RequestRefused as error:
                 attempts.refused_by.add(server)
-                attempts.refusals += 1
+                attempts.refusals += REFUSALS_PER_SERVER if error.unknown_model else 1
                 if attempts.refusals >= REFUSALS_PER_SERVER * sum(server.state in ALIVE for server in self.servers):
                     raise ServerError(f"{server.url} refused the request with {error}") from error
             except ServerBusy as error:

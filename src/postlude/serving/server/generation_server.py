@@ -86,7 +86,7 @@ class GenerationServer:
     Requests join while others run. New weights are loaded between two steps: running completions wait, then continue
     with the new weights, which prefill their tokens again. A request that fails gets an error, and the others continue.
     If a whole step fails, all running requests get an error, and new ones are served. A broken device ends the server:
-    `run` raises the error. With a `key`, requests must carry it (`HTTPServer`).
+    `run` raises the error. With a `key`, requests must carry it; without one, weights stay as they are (`HTTPServer`).
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class GenerationServer:
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for the thread that generates
         self._pending: dict[int, _Pending] = {}
         max_body = BODY_BYTES + TOKEN_BYTES * generator.max_batch_tokens
-        self._http = HTTPServer(self._handle, key=key, max_body=max_body)
+        self._http = HTTPServer(self._handle, key=key, max_body=max_body, admin_paths=(WEIGHTS, ADAPTERS))
         openai = OpenAIRoutes(self, name, generator.tokenizer, generator.max_length)
         self._routes: dict[tuple[str, str], Callable[[HTTPRequest], Awaitable[Any]]] = {
             ("GET", "/health"): self._get_health,
@@ -234,7 +234,7 @@ class GenerationServer:
     async def _post_generate(self, request: HTTPRequest) -> Any:
         with bad_request_on_error():
             body = parse(GenerateBody, request.body)
-            generation = read_request(body, self.adapter_of(body.model))
+            generation = read_request(body, self.adapter_of(body.model), request.client)
         ((completion,),) = await self.generate([generation], request.is_gone)
         return write_completion(completion)
 

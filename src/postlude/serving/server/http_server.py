@@ -11,19 +11,23 @@ import contextlib
 import hmac
 import logging
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 from postlude.checks import USER_ERRORS
 from postlude.serving.json_reply import write_json
+from postlude.serving.request_source import JSON, SourceCheck, type_refusal
 
 MAX_BODY = 4 * 1024**2  # bytes of a request, unless the caller sets another limit
 MAX_HEAD = 64 * 1024
 IDLE_TIMEOUT = 75.0  # seconds after which a connection that sends nothing is closed
+HEAD_TIMEOUT = 10.0  # seconds for the headers of a request
+BODY_TIMEOUT = 75.0  # seconds for its body
 DRAIN_TIMEOUT = 5.0  # seconds to read the rest of a refused request, so that the client gets the refusal
 OPEN_PATHS = ("/health",)  # need no key
+KEY_OPTION = "POSTLUDE_API_KEY, or --api-key"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LOG = logging.getLogger("postlude")
 
@@ -54,19 +58,28 @@ class HTTPRequest:
     body: bytes
     is_gone: Callable[[], bool]
     """Whether the client has closed or reset the connection."""
+    client: str = ""
+    """Its address, or another name of who takes turns with others."""
 
 
 class HTTPServer:
     """Replies to every request with the result of `handle`, or with the `HTTPError` it raises.
 
     `handle` returns a JSON value, or an asynchronous generator of values, which are sent as server-sent events. With a
-    `key`, requests must carry `Authorization: Bearer KEY`.
+    `key`, requests must carry `Authorization: Bearer KEY`. Without one they must come from no page of another site, and
+    `admin_paths` are refused.
     """
 
     def __init__(
-        self, handle: Callable[[HTTPRequest], Awaitable[Any]], *, key: str | None = None, max_body: int = MAX_BODY
+        self,
+        handle: Callable[[HTTPRequest], Awaitable[Any]],
+        *,
+        key: str | None = None,
+        max_body: int = MAX_BODY,
+        admin_paths: Collection[str] = (),
     ) -> None:
-        self._handle, self._key, self._max_body = handle, key, max_body
+        self._handle, self._key, self._max_body, self._admin_paths = handle, key, max_body, admin_paths
+        self._source = SourceCheck("localhost", KEY_OPTION)
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.StreamWriter] = set()
         self._running = 0  # requests without a reply
@@ -74,6 +87,7 @@ class HTTPServer:
     async def listen(self, host: str, port: int) -> int:
         """Starts to listen. Returns the port; port 0 chooses a free one."""
         loop = asyncio.get_running_loop()
+        self._source = SourceCheck(host, KEY_OPTION)
         self._server = await loop.create_server(
             lambda: asyncio.StreamReaderProtocol(_Reader(limit=MAX_HEAD, loop=loop), self._serve, loop=loop), host, port
         )
@@ -107,8 +121,11 @@ class HTTPServer:
         """Replies to one request. Returns whether the connection stays open."""
         try:
             async with asyncio.timeout(IDLE_TIMEOUT):
-                head = await _read_head(reader)
-                self._check(head)
+                first = await reader.readexactly(1)
+            async with _time_limit(HEAD_TIMEOUT, "headers"):
+                head = await _read_head(first, reader)
+            self._check(head)
+            async with _time_limit(BODY_TIMEOUT, "body"):
                 body = await reader.readexactly(head.length)
         except HTTPError as error:  # where the next request begins is unknown
             await _write(writer, error.status, error_body(error), keep_alive=False)
@@ -120,7 +137,7 @@ class HTTPServer:
         client = _Client(reader, writer, interim=head.version != "HTTP/1.0")
         self._running += 1
         try:
-            status, result = await self._result(HTTPRequest(head.method, head.path, body, client.is_gone))
+            status, result = await self._result(HTTPRequest(head.method, head.path, body, client.is_gone, client.name))
             if isinstance(result, AsyncGenerator):
                 await _write_events(writer, result)
                 return False
@@ -130,14 +147,25 @@ class HTTPServer:
         return head.keep_alive
 
     def _check(self, head: _Head) -> None:
-        """Refuses a request without the key or above the size limit, before its body is read."""
-        if self._key is not None and head.path not in OPEN_PATHS:
+        """Refuses a request without the key, from another site or above the size limit, before its body is read."""
+        if self._key is None:
+            if (reason := self._source.refusal(head.headers)) is not None:
+                raise HTTPError(403, reason)
+            if head.path in self._admin_paths:
+                raise HTTPError(
+                    403,
+                    f"{head.path} changes what all clients get, so it needs a key, and this server has none: start it "
+                    f"with one ({KEY_OPTION}), and send it as Authorization: Bearer KEY.",
+                )
+        elif head.path not in OPEN_PATHS:
             scheme, _, key = head.headers.get("authorization", "").partition(" ")
             matches = hmac.compare_digest(key.strip().encode(errors="replace"), self._key.encode())
             if scheme.lower() != "bearer" or not matches:
                 raise HTTPError(
                     401, "this server needs its key: send the header Authorization: Bearer KEY.", "invalid_api_key"
                 )
+        if head.length and (reason := type_refusal(head.headers, JSON)) is not None:
+            raise HTTPError(415, reason)
         if head.length > self._max_body:
             raise HTTPError(413, f"the request has {head.length} bytes; the most is {self._max_body}.")
 
@@ -181,6 +209,11 @@ class _Client:
     """Whether the client's version of HTTP has interim responses."""
     probed: bool = False
 
+    @property
+    def name(self) -> str:
+        """The client's address, without the port."""
+        return str((self.writer.get_extra_info("peername") or [""])[0])
+
     def is_gone(self) -> bool:
         """Whether the client will not read the reply."""
         if self.writer.is_closing() or self.reader.exception() is not None:
@@ -211,15 +244,25 @@ class _Head:
         return self.version != "HTTP/1.0" and self.headers.get("connection", "").lower() != "close"
 
 
-async def _read_head(reader: asyncio.StreamReader) -> _Head:
+@contextlib.asynccontextmanager
+async def _time_limit(seconds: float, part: str) -> AsyncIterator[None]:
+    """Refuses a request of which a part does not come in time."""
     try:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise HTTPError(408, f"the request's {part} did not come within {seconds:g} s.") from error
+
+
+async def _read_head(first: bytes, reader: asyncio.StreamReader) -> _Head:
+    try:
+        head = (first + await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     except asyncio.LimitOverrunError as error:
         raise HTTPError(431, f"the request's headers have more than {MAX_HEAD} bytes.") from error
-    first, *lines = head.rstrip("\r\n").split("\r\n")
-    words = first.split(" ")
+    line, *lines = head.rstrip("\r\n").split("\r\n")
+    words = line.split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
-        raise HTTPError(400, f"{first[:80]!r} does not begin a request of HTTP/1.1.")
+        raise HTTPError(400, f"{line[:80]!r} does not begin a request of HTTP/1.1.")
     headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     if "transfer-encoding" in headers:
         raise HTTPError(411, "the request comes in chunks; send it whole, with its Content-Length.")

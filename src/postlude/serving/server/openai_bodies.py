@@ -13,7 +13,7 @@ from postlude.data.tool_calls import ParameterTypes
 from postlude.generate.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from postlude.serving.request_body import Texts, TokenLists, Tokens
 
-MAX_TOOLS = 128
+MAX_TOOLS, MAX_MESSAGES, MAX_PARTS, MAX_OPTIONS = 128, 4096, 1024, 64
 JSON_TYPES = ("integer", "number", "boolean", "array", "object")
 NO_EFFECT: Mapping[str, tuple[Any, ...]] = {  # values of unsupported fields that ask for nothing
     "best_of": (1,),
@@ -168,6 +168,8 @@ class _Message(_Body):
         if self.content is None and not self.tool_calls:
             raise ValueError(f"{prefix}content is missing: give text.")
         parts = () if self.content is None or isinstance(self.content, str) else self.content
+        if len(parts) > MAX_PARTS:
+            raise ValueError(f"{prefix}content has {len(parts)} parts; the limit is {MAX_PARTS}.")
         for part in parts:
             part.check_extra(f"{prefix}content.")
             if part.type != "text":
@@ -209,14 +211,14 @@ class _Tool(_Body):
 class ChatBody(CommonBody):
     """The body of a request to CHAT."""
 
-    messages: tuple[_Message, ...]
+    messages: Annotated[tuple[_Message, ...], Field(max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[tuple[_Tool, ...], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_OPTIONS)] | None = None
     """Passed to the chat template, such as enable_thinking; vLLM's field."""
 
     def plain_tools(self) -> list[dict[str, Any]]:

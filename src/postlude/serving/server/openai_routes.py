@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import json
 import secrets
-import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,13 +29,16 @@ from postlude.data.tool_calls import (
     detect_format,
 )
 from postlude.generate.protocol import Completion, Progress, Request
+from postlude.generate.sampling_params import SamplingParams
 from postlude.generate.text_stream import TextStream
 from postlude.serving.request_body import parse
+from postlude.serving.server.client_turns import ClientTurns
 from postlude.serving.server.http_server import HTTPError, HTTPRequest, bad_request_on_error
 from postlude.serving.server.openai_bodies import ChatBody, CommonBody, CompletionsBody, parameter_types
 
 COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
 MAX_CHOICES = 1024  # completions of one request
+MAX_LOGPROBS = 1 << 20  # log-probs in one reply
 PROMPT_END = 16  # tokens in which a template may open a thought
 MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON does not have
 
@@ -113,7 +115,7 @@ class OpenAIRoutes:
     def __init__(self, backend: CompletionBackend, name: str, tokenizer: ChatTokenizer | None, max_length: int) -> None:
         self.backend, self.name, self.max_length = backend, name, max_length
         self._tokenizer = tokenizer
-        self._encoding = threading.Lock()  # a tokenizer is not thread-safe
+        self._encoding = ClientTurns()  # a tokenizer is not thread-safe
 
     async def completions(self, request: HTTPRequest) -> Any:
         """Returns the reply to a request to COMPLETIONS."""
@@ -126,11 +128,13 @@ class OpenAIRoutes:
             single = isinstance(body.prompt, str) or (body.prompt and isinstance(body.prompt[0], int))
             prompts: list[Any] = [body.prompt] if single else list(body.prompt)
             n = self._count(body, len(prompts))
-        encoded = [await self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+            self._check_logprobs(n * len(prompts), sampling, asked=body.logprobs is not None)
+        client = request.client
+        encoded = [await self._encode(client, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         with bad_request_on_error():
             adapter = self.backend.adapter_of(body.model)
             requests = [
-                Request(tuple(tokens), sampling, n=n, first_index=index * n, adapter=adapter)
+                Request(tuple(tokens), sampling, n=n, first_index=index * n, adapter=adapter, client=client)
                 for index, tokens in enumerate(encoded)
             ]
         echo = [self._text(prompt) for prompt in prompts] if body.echo else []
@@ -152,13 +156,14 @@ class OpenAIRoutes:
                 raise ValueError("messages is []: give at least one message.")
             messages = [message.plain(index) for index, message in enumerate(body.messages)]
             n, declared = self._count(body, 1), body.plain_tools()
-        tokens = await self._encode(messages, body.chat_template_kwargs or {}, declared)
+        tokens = await self._encode(request.client, messages, body.chat_template_kwargs or {}, declared)
         limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         with bad_request_on_error():
             room = max(1, self.max_length - len(tokens))  # the generator refuses a prompt that leaves no room
             sampling = body.sampling(room if limit is None else limit, body.top_logprobs or 0)
+            self._check_logprobs(n, sampling, asked=bool(body.logprobs))
             adapter = self.backend.adapter_of(body.model)
-            generation = Request(tuple(tokens), sampling, n=n, adapter=adapter)
+            generation = Request(tuple(tokens), sampling, n=n, adapter=adapter, client=request.client)
             tools = None
             if declared:
                 end = self._tokenizer.decode(tokens[-PROMPT_END:], skip_special_tokens=False) if self._tokenizer else ""
@@ -198,6 +203,22 @@ class OpenAIRoutes:
             )
         return n
 
+    @staticmethod
+    def _check_logprobs(choices: int, sampling: SamplingParams, *, asked: bool) -> None:
+        """Refuses a request whose reply could be too large to be written while others wait."""
+        count = choices * sampling.max_new_tokens * (1 + sampling.top_logprobs)
+        if asked and count > MAX_LOGPROBS:
+            raise ValueError(
+                f"{choices} completion(s) of up to {sampling.max_new_tokens} tokens with {sampling.top_logprobs} "
+                f"likeliest ones have {count} log-probs; the limit is {MAX_LOGPROBS}. Ask for fewer, or set max_tokens."
+            )
+
+    @cached_property
+    def _max_characters(self) -> int:
+        """The length of a text that has more tokens than fit, whatever they are."""
+        assert self._tokenizer is not None
+        return self.max_length * max(map(len, self._tokenizer.get_vocab()))
+
     def _call(
         self,
         requests: Sequence[Request],
@@ -214,6 +235,7 @@ class OpenAIRoutes:
 
     async def _encode(
         self,
+        client: str,
         prompt: str | list[dict[str, Any]],
         options: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
@@ -221,13 +243,14 @@ class OpenAIRoutes:
         """Returns the tokens of a prompt. A thread encodes it, so that a long prompt does not block the event loop."""
         assert self._tokenizer is not None
         encoder = Encoder(tokenizer=self._tokenizer, options=options or {})
-
-        def encode() -> list[int]:
-            with self._encoding:
-                return encoder.prompt(prompt, tools=list(tools))
-
+        length = len(prompt) if isinstance(prompt, str) else sum(len(message["content"] or "") for message in prompt)
+        if length > self._max_characters:
+            raise HTTPError(
+                400, f"the prompt has {length} characters, which are more than {self.max_length} tokens: shorten it."
+            )
         try:
-            return await asyncio.to_thread(encode)
+            async with self._encoding.turn(client):
+                return await asyncio.to_thread(encoder.prompt, prompt, tools=list(tools))
         except Exception as error:  # a template may raise anything
             raise HTTPError(400, f"the prompt cannot be encoded: {error}") from error
 
@@ -236,6 +259,13 @@ class OpenAIRoutes:
             return self._events(call, request)
         groups = await self.backend.generate(call.requests, request.is_gone)
         completions = [completion for group in groups for completion in group]
+        choices = await asyncio.to_thread(self._choices, call, completions)
+        total = sum(len(completion.tokens) for completion in completions)
+        kind = "chat.completion" if call.chat else "text_completion"
+        return self._body(call, kind, choices) | {"usage": _usage(call, total)}
+
+    def _choices(self, call: _Call, completions: Sequence[Completion]) -> list[dict[str, Any]]:
+        """Returns the completions as they are sent. A thread decodes them."""
         choices = []
         for index, completion in enumerate(completions):
             text, calls, reason = self._read(call, completion)
@@ -243,9 +273,7 @@ class OpenAIRoutes:
             content = {"message": message} if call.chat else {"text": call.echoed(index) + (text or "")}
             tokens = _Tokens(completion.tokens, completion.logprobs, completion.top_logprobs)
             choices.append(self._choice(call, index, content, tokens, reason))
-        total = sum(len(completion.tokens) for completion in completions)
-        kind = "chat.completion" if call.chat else "text_completion"
-        return self._body(call, kind, choices) | {"usage": _usage(call, total)}
+        return choices
 
     def _read(self, call: _Call, completion: Completion) -> tuple[str | None, list[dict[str, Any]], str]:
         """Returns the text of a completion, its tool calls, and why it ended."""
