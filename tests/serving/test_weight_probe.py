@@ -21,6 +21,7 @@ from postlude.generate.probe import GREEDY, Probe, TrainerScores, WeightProbe
 from postlude.generate.protocol import Request
 from postlude.hf.checksum import checksum
 from postlude.serving.clients import client as client_module
+from postlude.serving.clients import remote_server
 from postlude.serving.clients.client import GenerationClient
 from postlude.serving.clients.remote_server import Weights
 from postlude.serving.engine import ServerEngine
@@ -167,6 +168,28 @@ def test_a_trial_request_to_a_busy_server_is_retried(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(client_module, "BUSY_TIMEOUT", 0.0)
         with pytest.raises(ServerError, match="too many requests"):
             client.generate_on(server, Request((5, 1), GREEDY))
+
+
+def test_requests_of_the_preflight_to_a_busy_server_are_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each path is refused once: the list of models, features, the length, the version and the device."""
+
+    class BusyOnce(FakeVLLM):
+        def reply(self, path: str, body: Any) -> Any:
+            if self.calls.count(path) == 1:
+                raise Refusal(429, "too many requests")
+            return super().reply(path, body)
+
+    monkeypatch.setattr(remote_server, "BUSY_PAUSE", 0.001)
+    with closing(BusyOnce()) as fake, closing(GenerationClient([fake.url], retries=0)) as client:
+        (server,) = client.connect()
+        client.run_on(server, server.max_length())
+        client.run_on(server, server.fetch_version())
+        assert client.run_on(server, server.update_problem(tied_head=True, over_network=False)) == ""
+        assert min(map(fake.calls.count, fake.calls)) == 2
+        monkeypatch.setattr(remote_server, "BUSY_TIMEOUT", 0.0)
+        monkeypatch.setattr(fake, "calls", [])
+        with pytest.raises(ServerError, match="too many requests"):
+            client.run_on(server, server.fetch_version())
 
 
 def test_the_probe_of_a_busy_server_is_retried() -> None:

@@ -21,8 +21,8 @@ from postlude.serving.clients.api import ServerAPI
 from postlude.serving.clients.llama_cpp import LlamaCppAPI
 from postlude.serving.clients.openai import OpenAIAPI
 from postlude.serving.clients.postlude import PostludeAPI
-from postlude.serving.clients.remote_server import RemoteServer, Weights
-from postlude.serving.clients.server_pool import BUSY_TIMEOUT, Counts, ServerPool
+from postlude.serving.clients.remote_server import BUSY_TIMEOUT, RemoteServer, Weights
+from postlude.serving.clients.server_pool import Counts, ServerPool
 from postlude.serving.clients.sglang import SGLangAPI
 from postlude.serving.clients.text import TextAPI
 from postlude.serving.clients.vllm import VLLMAPI

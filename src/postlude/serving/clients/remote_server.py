@@ -18,7 +18,8 @@ from postlude.serving.clients.connection import ServerConnection, json_or_raise
 from postlude.serving.errors import InvalidResponse, RequestRefused, ServerBusy, ServerUnavailable
 
 NOT_FOUND = 404
-BUSY_PAUSE = 0.5  # seconds until a probe that a busy server did not take is sent again
+BUSY_PAUSE = 0.5  # seconds until a request that a busy server did not take is sent again
+BUSY_TIMEOUT = 60.0  # seconds of busy replies before a server becomes unavailable; `outage_timeout` if that is longer
 LOGPROB_ROUNDING = 1e-4  # how far above 0 rounding may bring a log-prob
 STATUS_TIMEOUT = 10.0  # seconds for requests that a working server answers immediately
 State = Literal["connecting", "up", "needs_weights", "unavailable", "excluded"]
@@ -75,7 +76,7 @@ class RemoteServer:
         self._choose_api = None if isinstance(api, ServerAPI) else api
         self.model = model
         self.timeout, self.vocab_size = timeout, vocab_size
-        self._send, self._send_status = self._sender(timeout), self._sender(min(timeout, STATUS_TIMEOUT))
+        self._send, self._send_status = self._sender(timeout), self._patient(min(timeout, STATUS_TIMEOUT))
         self.state: State = "connecting"
         self.problem = ""
         """Why it is not up: text that follows its URL in messages, see `serving.errors`."""
@@ -216,15 +217,7 @@ class RemoteServer:
 
     async def generate_when_free(self, request: Request, patience: float = math.inf) -> Completion:
         """Returns one completion, requested again while the server is busy, for about `patience` seconds."""
-        end = time.monotonic() + patience
-        while True:
-            try:
-                return await self.generate(request)
-            except ServerBusy as busy:
-                pause = max(busy.retry_after, BUSY_PAUSE)
-                if time.monotonic() + pause > end:
-                    raise
-                await asyncio.sleep(pause)
+        return await _when_free(lambda: self.generate(request), patience)
 
     async def generate(self, request: Request) -> Completion:
         """Returns one completion, with the version of the weights that sampled it if that is known."""
@@ -278,7 +271,9 @@ class RemoteServer:
         """Returns why weight updates would not work, as text that follows its URL; "" if they work."""
         if over_network and not self.api.can_receive_weights:
             return f"is {self.api.name}, which takes no weights over the network. Use rollout.sync: disk"
-        return await self.api.update_problem(self._send, tied_head=tied_head, over_network=over_network)
+        return await self.api.update_problem(
+            self._patient(self.timeout), tied_head=tied_head, over_network=over_network
+        )
 
     async def adapter_problem(self) -> str:
         """Returns why it cannot load adapters, as text that follows its URL; "" if it can."""
@@ -295,3 +290,25 @@ class RemoteServer:
             return json_or_raise(await self.connection.request(method, path, body, timeout=timeout))
 
         return send
+
+    def _patient(self, timeout: float) -> SendRequest:
+        """Returns a sender of requests that go to no other server: it sends them again while this one is busy."""
+        send_once = self._sender(timeout)
+
+        async def send(method: str, path: str, body: Any = None) -> Any:
+            return await _when_free(lambda: send_once(method, path, body), BUSY_TIMEOUT)
+
+        return send
+
+
+async def _when_free(attempt: Callable[[], Awaitable[Result]], patience: float) -> Result:
+    """Returns the result of an attempt, made again while the server is busy, for about `patience` seconds."""
+    end = time.monotonic() + patience
+    while True:
+        try:
+            return await attempt()
+        except ServerBusy as busy:
+            pause = max(busy.retry_after, BUSY_PAUSE)
+            if time.monotonic() + pause > end:
+                raise
+            await asyncio.sleep(pause)

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass, field
 
 from postlude.generate.protocol import Completion, Request
-from postlude.serving.clients.remote_server import STATUS_TIMEOUT, RemoteServer, Weights
+from postlude.serving.clients.remote_server import BUSY_TIMEOUT, STATUS_TIMEOUT, RemoteServer, Weights
 from postlude.serving.clients.request_queue import ALIVE, RequestQueue
 from postlude.serving.errors import (
     InvalidResponse,
@@ -21,7 +21,6 @@ from postlude.serving.errors import (
 MAX_BACKOFF = 30.0  # seconds between two attempts to reach a server
 MIN_BACKOFF = 0.05
 MAX_RETRY_AFTER = 60.0  # seconds; a server that asks for a longer wait (Retry-After) is tried again after this
-BUSY_TIMEOUT = 60.0  # seconds of busy replies before a server becomes unavailable; `outage_timeout` if that is longer
 REFUSALS_PER_SERVER = 2  # times that each server may refuse a request before the request fails
 RELOAD_GRACE = 10.0  # seconds that `close` waits for servers that read weights
 LOG = logging.getLogger("postlude")
