@@ -24,6 +24,7 @@ PACKAGES = (
     "head",
     "lora",
     "option_types",
+    "durable_files",
     "pool",
     "world",
     "safetensors_file",

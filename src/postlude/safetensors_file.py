@@ -200,6 +200,7 @@ def _open(path: Path) -> Iterator[Callable[[memoryview, int], None]]:
     try:
         yield write_at
         try:
+            os.fsync(number)
             file.close()  # some file systems report only now that they are full
         except OSError as error:
             raise _refused(path, error) from error

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -105,6 +106,8 @@ class StagedFile:
                 file.write(chunk)
                 total = zlib.crc32(chunk, total)
                 length += len(chunk)
+            file.flush()
+            os.fsync(file.fileno())  # rank 0 syncs what its own machine wrote
         tensors = {
             name: {
                 "dtype": DTYPES[shard.values.dtype],

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from postlude.durable_files import write_atomic
 from postlude.recipes.config import schema
 from postlude.recipes.config.policy_configs import GRPOConfig
 from postlude.recipes.report.formatting import format_duration, format_number
@@ -38,7 +39,6 @@ from postlude.recipes.run.directory import (
     read_record,
     read_samples,
 )
-from postlude.recipes.run.durable_files import write_atomic
 from postlude.recipes.run.machine_info import machine_info
 from postlude.world.agreement import on_rank0
 from tests.conftest import Ranks

@@ -26,6 +26,7 @@ from postlude.data.chat_template import PLAIN_TEMPLATE
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.data.encoding import EncodedChunk
 from postlude.data.task_identity import IDENTITY_BYTES
+from postlude.durable_files import sync, sync_tree
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -108,8 +109,10 @@ class EncodedDataset:
             "checksums": sums,
         }
         (aside / ABOUT).write_text(json.dumps(about))
+        sync_tree(aside)
         try:
             aside.rename(target)
+            sync(folder)
         except OSError:  # rank 0 of another machine was faster
             shutil.rmtree(aside, ignore_errors=True)
         for old in folder.glob(f"{PREFIX}*"):

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from postlude.durable_files import write_atomic
+
 HUB_NAME = re.compile(r"(?P<id>[\w-][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 NO_OWNERS = ("datasets", "docs", "models", "spaces")  # pages of the Hub, so that no owner has such a name
 FIRST_FILES = ["README.md", "config.json"]  # small; a download of them also records the commit of the revision
@@ -79,9 +81,7 @@ class HubRepo:
                 raise FileNotFoundError(self._sentence(_reason(error))) from error
             return HubSnapshot(folder, tuple(present))
         record = self._list_of_files(folder.name)
-        aside = record.with_name(f"{record.name}.{os.getpid()}")
-        aside.write_text(json.dumps(sorted(files)))
-        aside.replace(record)
+        write_atomic(record, json.dumps(sorted(files)).encode())
         return HubSnapshot(folder, tuple(sorted(files)))
 
     def _fetch(self, revision: str, files: Sequence[str]) -> str:

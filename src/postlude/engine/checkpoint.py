@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from postlude.durable_files import publish
 from postlude.engine.adapters import DEFAULT, AdaptedModel, add_adapter_configs, discard_adapter
 from postlude.engine.checkpoint_checks import check_adapter, check_base, check_files, check_tensors, refuse_damaged
 from postlude.engine.optimizers import state_shard
@@ -147,7 +148,7 @@ def _prepare_save(
         entries = {**state, **merge_indexes(indexes)}.items()
         lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries)
         (partial / STATE).write_text(f"{{\n{lines}\n}}\n")
-        partial.rename(target)
+        publish(partial, target)
 
     def write() -> None:
         with _as_os_error(f"{target} could not be written", UNWRITTEN):

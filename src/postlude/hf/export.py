@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from postlude.durable_files import sync, sync_tree
 from postlude.hf.families import FAMILIES
 from postlude.hf.family import Families, Family, copy_to_hf, map_to_hf
 from postlude.hf.model_card import MARK, ModelCard
@@ -176,6 +177,7 @@ def write_model_directory(
         library = "postlude" if isinstance(description.hf, PostludeConfig) else "transformers"
         text = card.text(target.name, _facts(description.hf, _total(entries)), library=library)
         (aside / CARD).write_text(text, encoding="utf-8")
+        sync_tree(aside)
         _replace(target, aside, old)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -297,6 +299,7 @@ def _replace(target: Path, new: Path, old: Path) -> None:
         if not _model_files(target) and not any((target / name).exists() for name in TOKENIZER):
             for path in sorted(new.iterdir(), key=lambda path: path.name in CONFIGS):
                 path.replace(target / path.name)
+            sync(target)
             return
         shutil.copymode(target, new)
         target.rename(old)
@@ -306,6 +309,7 @@ def _replace(target: Path, new: Path, old: Path) -> None:
         if old.is_dir():
             old.rename(target)
         raise
+    sync(target.parent)
     if old.is_dir():
         _keep_other_files(old, target)
     if inside:
@@ -323,4 +327,5 @@ def _keep_other_files(old: Path, target: Path) -> None:
         stale = path.name in (*CONFIGS, GENERATION) or WEIGHTS.fullmatch(path.name)
         if not (stale or (has_tokenizer and path.name in TOKENIZER) or (target / path.name).exists()):
             path.rename(target / path.name)
+    sync(target)
     shutil.rmtree(old)

@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from postlude.durable_files import sync
 from postlude.hf.family import EXPERT, Family
 from postlude.hf.linear_layers import HFMatrix, LayerRows, hf_matrices, linear_layers, module_name
 from postlude.lora import AdapterConfigs
@@ -248,8 +249,10 @@ def write_adapter(
     try:
         write(weights, {name: TensorInfo(t.dtype, tuple(t.shape)) for name, t in tensors.items()}, tensors.items())
         config.write_text(json.dumps(adapter_config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        sync(config)
         weights.replace(folder / WEIGHTS)
         config.replace(folder / CONFIG)
+        sync(folder)
     finally:
         weights.unlink(missing_ok=True)
         config.unlink(missing_ok=True)

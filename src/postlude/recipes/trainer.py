@@ -330,6 +330,7 @@ class Trainer(ABC):
         self.health.check_weights(self.engine.weight_norm(), self.initial_weight_norm, self.step)
         extra = {"step": self.step, "initial_weight_norm": self.initial_weight_norm, "skipped": self.health.skipped}
         extra |= self.state_before_step or self.state()
+        self.run.sync()
         self.engine.save(self.run.checkpoint(self.step), extra=extra, tokenizer=self.tokenizer)
         self.saved_step = self.step
         self.run.prune(self.config.keep_checkpoints)

@@ -22,7 +22,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar, get_args
 
 from pydantic import BeforeValidator, PlainSerializer, TypeAdapter, ValidationError
 
-from postlude.recipes.run.durable_files import sync, write_atomic
+from postlude.durable_files import publish, sync, write_atomic
 from postlude.recipes.run.lock import RunLock
 from postlude.tinker.backend import ModelSpec
 from postlude.tinker.paths import Kind, TinkerPath, check_name
@@ -201,20 +201,18 @@ class StateDirectory:
             raise ValueError(f"{checkpoint.path} exists already: give another name, or overwrite=True where it is one.")
         checkpoint = replace(checkpoint, size=sum(file.stat().st_size for file in _files(aside)))
         (aside / CHECKPOINT).write_bytes(_ADAPTERS[Checkpoint].dump_json(checkpoint))
-        _sync_tree(aside)
         final.parent.mkdir(exist_ok=True)
         sync(final.parent.parent)
         if final.exists():
             replacement, old = _sibling(final, "new"), _sibling(final, "old")
             shutil.rmtree(old, ignore_errors=True)
-            aside.rename(replacement)
+            publish(aside, replacement)
             final.rename(old)
             replacement.rename(final)
             sync(final.parent)
             shutil.rmtree(old, ignore_errors=True)
         else:
-            aside.rename(final)
-            sync(final.parent)
+            publish(aside, final)
         return checkpoint
 
     def delete_files(self, path: TinkerPath) -> None:
@@ -264,9 +262,3 @@ def _sibling(path: Path, suffix: str) -> Path:
 
 def _files(directory: Path) -> list[Path]:
     return sorted(file for file in directory.rglob("*") if file.is_file() and not file.is_symlink())
-
-
-def _sync_tree(directory: Path) -> None:
-    for path in (*directory.rglob("*"), directory):
-        if not path.is_symlink():
-            sync(path)

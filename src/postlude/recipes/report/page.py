@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from postlude.durable_files import write_atomic
 from postlude.recipes.report.charts import as_json, colour, curve, distribution, step_times
 from postlude.recipes.report.data import RunData, read_runs
 from postlude.recipes.report.heat_maps import layer_maps
@@ -18,7 +19,6 @@ from postlude.recipes.report.samples import samples
 from postlude.recipes.report.summary import REPORT
 from postlude.recipes.report.tables import config, differences, held_out, machine, summaries
 from postlude.recipes.run.directory import is_private
-from postlude.recipes.run.durable_files import write_atomic
 
 CURVES = (  # the first curves, in this order
     f"{EVAL}{REWARD}",

@@ -27,6 +27,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch.distributed as dist
 import yaml
 
+from postlude.durable_files import sync, write_atomic
 from postlude.recipes.config.secrets import mask, with_masks_of
 from postlude.recipes.run.config_changes import (
     MISSING,
@@ -34,7 +35,7 @@ from postlude.recipes.run.config_changes import (
     differences,
     is_covered,
 )
-from postlude.recipes.run.durable_files import JSONLinesFile, write_atomic
+from postlude.recipes.run.json_lines import JSONLinesFile
 from postlude.recipes.run.lock import RunLock
 from postlude.recipes.run.loggers import TENSORBOARD, MetricLoggers, RunInfo, check_loggers
 from postlude.recipes.run.start_mode import CHECKPOINTS, STEP
@@ -125,6 +126,11 @@ class RunDirectory:
         """Writes samples of a step, for the report."""
         self._samples.append([{"step": step} | _plain(asdict(sample)) for sample in samples])
 
+    def sync(self) -> None:
+        """Writes what was logged through to the disk, before a checkpoint that it belongs to."""
+        for lines in (self._metrics, self._layers, self._samples):
+            lines.sync()
+
     def checkpoint(self, step: int) -> Path:
         """Returns the path of the checkpoint after `step`."""
         return self.path / CHECKPOINTS / f"step-{step:06d}"
@@ -144,6 +150,7 @@ class RunDirectory:
                 count += 1
                 renamed = path.with_name(f"{path.name}.{suffix}-{count}")
             path.rename(renamed)
+            sync(path.parent)
 
     def discard(self, name: str) -> None:
         """Deletes something below the directory. Every rank calls it."""
@@ -184,6 +191,8 @@ class RunDirectory:
         old = self.checkpoints()[:-keep]
         for path in old:
             path.rename(path.with_name(f".{path.name}{DELETING}"))
+        if old:
+            sync(self.path / CHECKPOINTS)
         for renamed in (self.path / CHECKPOINTS).glob(f".step-*{DELETING}"):  # also those that a kill left
             shutil.rmtree(renamed)
         return old
@@ -210,7 +219,7 @@ class ReadOnlyRun(RunDirectory):
     def _do_nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    log = log_layers = log_samples = resume_at = rename_checkpoints = record_start = _do_nothing
+    log = log_layers = log_samples = sync = resume_at = rename_checkpoints = record_start = _do_nothing
 
     def prune(self, keep: int) -> list[Path]:
         """Does nothing."""
@@ -239,6 +248,7 @@ def open_run(
         check_loggers(loggers)
         _changes(directory, config, may_change, defaults, files)
         directory.mkdir(parents=True, exist_ok=True)
+        sync(directory.parent)
         lock = RunLock(directory)
         try:
             changed = _changes(directory, config, may_change, defaults, files)  # again: now no other can write

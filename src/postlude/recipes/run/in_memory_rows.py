@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from postlude.recipes.run.durable_files import write_atomic
+from postlude.durable_files import write_atomic
 from postlude.recipes.run.start_mode import ROWS
 
 DATA, PATH = "data", "path"

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from postlude.recipes.run.durable_files import write_atomic
+from postlude.durable_files import write_atomic
 
 LOG = logging.getLogger("postlude")
 TENSORBOARD = "tensorboard"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from postlude.durable_files import write_atomic
 from postlude.recipes.config.secrets import mask
-from postlude.recipes.run.durable_files import write_atomic
 
 OUTCOME_FILE = "ending.json"
 KEYS = {"outcome": "status", "step": "step", "sentence": "message", "code": "exit_code"}  # in the file: of RunOutcome

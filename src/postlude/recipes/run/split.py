@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from postlude.data.task_identity import IDENTITY_BYTES, TaskSet, first_different
+from postlude.durable_files import write_atomic
 from postlude.recipes.run.directory import is_rank0
-from postlude.recipes.run.durable_files import write_atomic
 from postlude.recipes.run.start_mode import CHECKPOINTS
 from postlude.rollout.tasks import PAGE, SplitBy, Task, Tasks, task_identity
 

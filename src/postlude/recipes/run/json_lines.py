@@ -1,4 +1,4 @@
-"""Files that survive a kill: JSON Lines, and files that are replaced atomically."""
+"""JSONLinesFile: a file of JSON Lines that a run appends to."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
+
+from postlude.durable_files import write_all, write_atomic
 
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # as they stand in a file
 
@@ -35,7 +36,7 @@ class JSONLinesFile:
                 "lost. Put it back to resume, or start in another directory (--run)."
             )
         try:
-            _write_all(self._file, content)
+            write_all(self._file, content)
         except OSError as error:
             self._file.truncate(before.st_size)  # leaves no partial line, even on a full disk
             raise OSError(f"{self.path} cannot be written: {error.strerror}") from error
@@ -51,6 +52,11 @@ class JSONLinesFile:
             data = b"".join(raw for raw, line in self._lines() if predicate(line))
             if len(data) != self.path.stat().st_size:
                 write_atomic(self.path, data)
+
+    def sync(self) -> None:
+        """Writes what was appended through to the disk."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Closes the file and syncs it to the disk."""
@@ -82,39 +88,6 @@ class JSONLinesFile:
             end = data.rfind(b"\n") + 1
             if end != len(data):
                 write_atomic(self.path, data[:end])
-
-
-def write_atomic(path: Path, content: bytes, *, private: bool = False) -> None:
-    """Replaces a file atomically: a kill leaves the old or the new content. A private one is for its owner alone."""
-    aside = path.with_name(f".{path.name}.aside")
-    try:
-        if private:
-            aside.unlink(missing_ok=True)  # one that a kill left may be open to others
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600 if private else 0o666)
-        with FileIO(descriptor, "wb") as file:
-            _write_all(file, content)
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            aside.unlink()
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    sync(path.parent)
-
-
-def _write_all(file: FileIO, content: bytes) -> None:
-    unwritten = memoryview(content)
-    while unwritten:
-        unwritten = unwritten[file.write(unwritten) :]
-
-
-def sync(path: Path) -> None:
-    """Writes a file, or the entries of a directory, through to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _to_file(value: Any) -> Any:
