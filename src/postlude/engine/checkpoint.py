@@ -373,6 +373,15 @@ def check_checkpoint(directory: str | os.PathLike[str]) -> None:
             raise ValueError(f"{source} does not hold all of {name}; load another checkpoint.")
 
 
+def checkpoint_problem(directory: str | os.PathLike[str]) -> str:
+    """Returns what `check_checkpoint` raises, or ""."""
+    try:
+        check_checkpoint(directory)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
+
+
 def shards_to_save(trained: AdaptedModel, training_states: Mapping[str, TrainingState]) -> dict[str, TensorShard]:
     """Returns the shards that this rank writes. Of ranks that hold the same shard, one writes it."""
     return {

@@ -22,7 +22,7 @@ from postlude.checks import USER_ERRORS
 from postlude.data import Batch
 from postlude.engine import Engine
 from postlude.engine.adapters import export_adapter
-from postlude.engine.checkpoint import check_checkpoint
+from postlude.engine.checkpoint import checkpoint_problem
 from postlude.generate.probe import WeightsDiffer
 from postlude.hf.model_card import ModelCard
 from postlude.objectives import Objective
@@ -32,9 +32,8 @@ from postlude.recipes.config import schema
 from postlude.recipes.config.recipe_configs import MASK
 from postlude.recipes.config.settings import TrainingConfig
 from postlude.recipes.mtp import MTPLoss, model_source
-from postlude.recipes.report.finish import finish_run
+from postlude.recipes.report.finish import finish_run, model_card
 from postlude.recipes.report.metrics import LOSS, MEMORY, SKIPPED, SPEED
-from postlude.recipes.report.summary import read_summary, summary_lines
 from postlude.recipes.run.config_changes import MAY_CHANGE, check_same_config
 from postlude.recipes.run.directory import (
     ReadOnlyRun,
@@ -42,9 +41,10 @@ from postlude.recipes.run.directory import (
     changed_files,
     check_run,
     checkpoint_step,
+    flatten,
     is_rank0,
     open_run,
-    read_config,
+    read_metrics,
 )
 from postlude.recipes.run.health import MODEL, Health, UnhealthyRun
 from postlude.recipes.run.input_files import input_files
@@ -59,7 +59,6 @@ from postlude.recipes.sequence_limit import sequence_limit
 from postlude.serving.errors import ServerError
 from postlude.world.agreement import on_rank0
 
-NOT_IN_MODEL_CARD = ("run", "model", "loggers")
 LOG = logging.getLogger("postlude")
 # Suffixes of checkpoints that a resumed run renames: those newer than the resumed step, and those it cannot read.
 LATER, DAMAGED = "later", "damaged"
@@ -144,6 +143,7 @@ class Trainer(ABC):
         self.saved_step = 0
         self.resumed_step: int | None = None  # None until `start_or_resume` has finished
         self.state_before_step: dict[str, Any] | None = None  # not None during a step
+        self.unlogged_step: dict[str, Any] | None = None  # "phase" and "metrics" of a step, until it is evaluated
         self.initial_weight_norm = 0.0
         self.resume_hint = ""
         self.stop_signal = 0
@@ -192,6 +192,7 @@ class Trainer(ABC):
         self.initial_weight_norm = extra.get("initial_weight_norm", extra.get("first_norm", 0.0))
         skipped = extra.get("skipped", {})  # in checkpoints of earlier versions a number
         self.step, self.health.skipped = extra["step"], dict(skipped) if isinstance(skipped, dict) else {MODEL: skipped}
+        self.unlogged_step = extra.get("unlogged_step")
         return extra
 
     def close_at_end(self, resource: Resource) -> Resource:
@@ -244,12 +245,18 @@ class Trainer(ABC):
             **machine_info(self.engine.device),
             files=self.config_comparison["files"]() if is_rank0() else {},
         )
+        self.saved_step = self.step
         if checkpoint is None:
             norm = self.engine.weight_norm()
             self.initial_weight_norm = self.health.check_initial_weights(norm, self.config.model)
-            if metrics := self._evaluate_if_due():
+            if self._evaluation_is_due() and (metrics := self._evaluate()):
                 self.run.log(0, metrics | self.timer.take(), phase="start")  # the evaluation before the first step
-        self.saved_step, self.resumed_step = self.step, self.step
+        elif self.unlogged_step is not None:
+            if on_rank0(lambda: any(line["step"] == step for line in read_metrics(self.run.path))):
+                self.unlogged_step = None  # it was evaluated after it was saved
+            else:
+                self._evaluate_and_log()
+        self.resumed_step = self.step
         self._sync_stop_signal_and_memory()
 
     def _restore_newest(self, step: int | None) -> Path | None:
@@ -259,7 +266,7 @@ class Trainer(ABC):
             try:
                 self.restore(checkpoint)
             except (OSError, ValueError):
-                problem = on_rank0(functools.partial(_checkpoint_problem, checkpoint))
+                problem = on_rank0(functools.partial(checkpoint_problem, checkpoint))
                 if not problem or step is not None:
                     raise
                 damaged.append(checkpoint)
@@ -293,20 +300,32 @@ class Trainer(ABC):
         return [by_step[step]]
 
     def train_and_log_step(self) -> StepMetrics:
-        """Runs `train_step`, logs its metrics and those of an evaluation, and saves if due. Returns the metrics."""
+        """Runs `train_step`, saves and evaluates if due, and logs the metrics of both. Returns them.
+
+        An evaluation may be long, or fail: the step is saved before it, or can be, and a resumed run evaluates.
+        """
         phase, self.state_before_step, self.layer_vectors = self.phase, self.state(), {}
+        if self.engine.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.engine.device)
         metrics = self.train_step()
         self.step, self.state_before_step = self.step + 1, None
         if "tokens" in metrics:
             metrics[SPEED] = metrics["tokens"] / sum(self.timer.seconds.values())
-        metrics |= self._evaluate_if_due()
-        metrics |= self._sync_stop_signal_and_memory()
-        metrics |= self.timer.take()
+        metrics |= self._sync_stop_signal_and_memory() | self.timer.take()
         self.run.log_layers(self.step, self.layer_vectors)
-        self.run.log(self.step, metrics, phase=phase)
-        self.health.check_step(metrics, self.step, self.save)
         every = self.config.save_every
-        if self.step == self.total_steps or (every and self.step % every == 0):
+        save_due = self.step == self.total_steps or bool(every and self.step % every == 0)
+        if self._evaluation_is_due():
+            self.unlogged_step = {"phase": phase, "metrics": flatten(metrics)}
+            if save_due:
+                self.save()
+            if self.stop_signal:  # `stop` saves, and the resumed run evaluates
+                return metrics
+            metrics |= self._evaluate_and_log()
+        else:
+            self.run.log(self.step, metrics, phase=phase)
+        self.health.check_step(metrics, self.step, self.save)
+        if save_due:
             self.save()
         return metrics
 
@@ -330,6 +349,8 @@ class Trainer(ABC):
         self.health.check_weights(self.engine.weight_norm(), self.initial_weight_norm, self.step)
         extra = {"step": self.step, "initial_weight_norm": self.initial_weight_norm, "skipped": self.health.skipped}
         extra |= self.state_before_step or self.state()
+        if self.unlogged_step is not None:
+            extra["unlogged_step"] = self.unlogged_step
         self.run.sync()
         self.engine.save(self.run.checkpoint(self.step), extra=extra, tokenizer=self.tokenizer)
         self.saved_step = self.step
@@ -343,14 +364,27 @@ class Trainer(ABC):
         self.save()
         return True
 
-    def _evaluate_if_due(self) -> dict[str, float]:
+    def _evaluation_is_due(self) -> bool:
         recipe_steps = self.step - self.warm_start_steps
         if not self.evaluate_every or recipe_steps < 0:
-            return {}
-        if recipe_steps % self.evaluate_every and self.step != self.total_steps:
-            return {}
+            return False
+        return recipe_steps % self.evaluate_every == 0 or self.step == self.total_steps
+
+    def _evaluate_and_log(self) -> StepMetrics:
+        """Evaluates the model after the step that is not logged yet, and logs both. Returns the new metrics."""
+        metrics: StepMetrics = self._evaluate() if self.evaluate_every else {}
+        metrics |= self._sync_stop_signal_and_memory() | self.timer.take()
+        self._log_unlogged_step(metrics)
+        return metrics
+
+    def _evaluate(self) -> dict[str, float]:
         with self.timer("evaluation"):
             return self.evaluate()
+
+    def _log_unlogged_step(self, metrics: StepMetrics) -> None:
+        step, self.unlogged_step = self.unlogged_step, None
+        if step is not None:
+            self.run.log(self.step, step["metrics"] | metrics, phase=step["phase"])
 
     def _sync_stop_signal_and_memory(self) -> dict[str, float]:
         """Shares the stop signal with all ranks. Returns the largest GPU memory of any rank."""
@@ -361,8 +395,6 @@ class Trainer(ABC):
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         stop_signal, most_memory = shared.tolist()
         self.stop_signal = int(stop_signal)
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(device)
         return {MEMORY: most_memory} if on_gpu else {}
 
     def finish(self) -> RunOutcome:
@@ -371,9 +403,10 @@ class Trainer(ABC):
         Raises `UnhealthyRun` if the last optimizer step was skipped.
         """
         self.health.check_last_update(self.step)
+        self.run.sync()
         self.engine.finish_saving()
         if self.config.export:
-            card = self._model_card() if is_rank0() else None
+            card = model_card(self.run.path, self.name, str(self.config.model), self.step) if is_rank0() else None
             self.export(self.run.path / EXPORTED_MODEL, card)
             if self.config.lora is not None:
                 export_adapter(self.engine, self.run.path / EXPORTED_ADAPTER, base=str(self.config.model))
@@ -387,18 +420,16 @@ class Trainer(ABC):
         """Saves and ends the run after a signal. A step that `request` interrupted is repeated on resume."""
         if request is not None:
             self.stop_signal = request.number
-        if request is not None and self.state_before_step is None:  # in the evaluation after a step
-            self.engine.finish_saving()
-            saved = f"step {self.saved_step}" if self.saved_step else "no step"
-            stopped_at = f"in the evaluation after step {self.step}; {saved} is saved"
-        else:
-            self.save()
-            stopped_at = f"after step {self.step}, which is saved" if self.step else "before its first step"
+        self.save()
+        stopped_at = f"after step {self.step}, which is saved" if self.step else "before its first step"
+        if self.unlogged_step is not None:
+            stopped_at = f"in the evaluation {stopped_at}; resuming repeats the evaluation"
         message = f"{signal.Signals(self.stop_signal).name} ended the run {stopped_at}; {self.resume_hint}"
         return self._end(RunOutcome("interrupted", self.step, message, 128 + self.stop_signal))
 
     def fail(self, message: str) -> RunOutcome:
         """Ends a run that cannot continue. Nothing is exported; the message says which checkpoint can be resumed."""
+        self._log_unlogged_step({})
         self.engine.finish_saving()
         return self._end_as_failed(message)
 
@@ -410,8 +441,7 @@ class Trainer(ABC):
         """Saves the finished steps and ends a run whose servers failed, or whose generator has wrong weights."""
         message = str(error)
         try:
-            if self.state_before_step is not None:  # None: in the evaluation after a step, which is repeated
-                self.save()
+            self.save()
             self.engine.finish_saving()
         except OSError as save_error:  # for example, a full disk
             message = f"{message} The steps since the last checkpoint could not be saved: {save_error}."
@@ -421,17 +451,10 @@ class Trainer(ABC):
         checkpoints = self.run.checkpoints()
         if not checkpoints:
             return "No checkpoint was saved, and nothing was exported."
-        if problem := _checkpoint_problem(checkpoints[-1]):
+        if problem := checkpoint_problem(checkpoints[-1]):
             return f"{problem} Nothing was exported."
         newest = f"{checkpoints[-1].name} is complete and its weights are finite"
         return f"{newest}: {self.resume_hint}. Nothing was exported."
-
-    def _model_card(self) -> ModelCard:
-        config = {name: value for name, value in read_config(self.run.path).items() if name not in NOT_IN_MODEL_CARD}
-        lines = summary_lines(read_summary(self.run.path))
-        scores = {line.label: f"{line.text} {line.note}".strip() for line in lines}
-        description = f"Trained with `postlude {self.name}` for {self.step} steps."
-        return ModelCard(str(self.config.model), description, config, scores)
 
     def _end(self, outcome: RunOutcome) -> RunOutcome:
         if self.step:
@@ -471,15 +494,6 @@ def run_training(trainer: Trainer, start_mode: StartMode = RESUME_NEWEST) -> Run
                     f"after step {trainer.step} the run failed: {failure}. When that is fixed, {trainer.resume_hint}"
                 ) from error
             raise
-
-
-def _checkpoint_problem(checkpoint: Path) -> str:
-    """Returns what is wrong with a checkpoint, or "" if it can be loaded."""
-    try:
-        check_checkpoint(checkpoint)
-    except (OSError, ValueError) as error:
-        return str(error)
-    return ""
 
 
 def _write_failure(trainer: Trainer, error: BaseException) -> None:

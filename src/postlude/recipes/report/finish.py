@@ -10,11 +10,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from postlude.error_output import escape_controls
+from postlude.hf.model_card import ModelCard
 from postlude.recipes.report.console import RunConsole
 from postlude.recipes.report.page import write_report
 from postlude.recipes.report.summary import REPORT, RunSummary, held_out_table, read_summary, summary_lines
-from postlude.recipes.run.directory import is_rank0
+from postlude.recipes.run.directory import is_rank0, read_config
 from postlude.recipes.run.outcome import RunOutcome, write_outcome
+
+NOT_IN_MODEL_CARD = ("run", "model", "loggers")
 
 
 def finish_run(run: Path, outcome: RunOutcome) -> None:
@@ -31,7 +35,7 @@ def print_summary(summary: RunSummary, console: Console) -> None:
     """Prints what went wrong, then a line for each fact, then the paths of the model and the report."""
     console.print()
     if summary.failure:
-        console.print(Text(summary.failure, style="bold red"), soft_wrap=True)
+        console.print(Text(escape_controls(summary.failure), style="bold red"), soft_wrap=True)
     lines = Table.grid(padding=(0, 2))
     lines.add_column(style="dim", no_wrap=True)
     lines.add_column(no_wrap=True)
@@ -49,3 +53,10 @@ def print_summary(summary: RunSummary, console: Console) -> None:
     for label, path in (("model", summary.model), ("report", summary.report)):
         if path is not None:
             console.print(f"{label}: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def model_card(run: Path, recipe: str, model: str, steps: int) -> ModelCard:
+    """Returns the card of a model that a run trained: its config without paths, and its summary."""
+    config = {name: value for name, value in read_config(run).items() if name not in NOT_IN_MODEL_CARD}
+    scores = {line.label: f"{line.text} {line.note}".strip() for line in summary_lines(read_summary(run))}
+    return ModelCard(model, f"Trained with `postlude {recipe}` for {steps} steps.", config, scores)
