@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,7 @@ def start_command(place: Path, *words: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
 
 
@@ -200,15 +202,19 @@ def test_same_command_resumes_after_driver_is_killed(place: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_signal_lets_two_ranks_finish_step_and_save(place: Path) -> None:
+@pytest.mark.parametrize(("by", "send"), [(signal.SIGINT, os.kill), (signal.SIGTERM, os.killpg)])
+def test_signal_lets_two_ranks_finish_step_and_save(
+    place: Path, by: signal.Signals, send: Callable[[int, int], None]
+) -> None:
+    """To the command alone, or to all processes of its group."""
     pytest.importorskip("ray", reason="needs ray: pip install 'postlude[ray]'")
     command = start_command(place, "--steps=60", "--layout=dp_shard=2")
     read_until(command, "step 4/61")
-    command.send_signal(signal.SIGINT)
+    send(command.pid, by)
     output, _ = command.communicate(timeout=2 * PATIENCE)
-    assert command.returncode == 128 + signal.SIGINT, output
+    assert command.returncode == 128 + by, output
     ending = json.loads((place / "parts" / "ending.json").read_text())
     assert ending["outcome"] == "interrupted"
     last = output.splitlines()[-1]
-    assert f"SIGINT ended the run after step {ending['step']}, which is saved; resume with: postlude grpo" in last
+    assert f"{by.name} ended the run after step {ending['step']}, which is saved; resume with: postlude grpo" in last
     assert (place / "parts" / "checkpoints" / f"step-{ending['step']:06d}" / "state.json").is_file()

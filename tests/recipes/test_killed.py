@@ -186,7 +186,14 @@ def signalled_run(place: Path, *overrides: str) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "by",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.thorough),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.thorough),
+    ],
+)
 def test_a_signalled_run_finishes_its_step_saves_and_resumes(ranks: Ranks, place: Path, by: signal.Signals) -> None:
     ranks(1, run_in_process, str(place), "whole")
     order_kill(place, "backward", step=2, by=by.name)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,6 +114,17 @@ def test_signals_ignored_by_nohup_stay_ignored() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_slurms_warning_ends_a_run_as_other_signals_do() -> None:
+    with StopSignals(verbose=False) as heard:
+        signal.raise_signal(signal.SIGUSR1)
+    assert heard.received == signal.SIGUSR1
+    with SignalForwarding(0.0) as forwarding:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while not forwarding.received:
+            time.sleep(0.01)
+    assert forwarding.received == [signal.SIGUSR1]
 
 
 def test_second_signal_has_its_default_effect(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from postlude.cluster.ray_cluster import leave_process_group
 from postlude.pool.process_pool import ProcessPool
 from postlude.pool.worker_pool import START_LIMIT, CallResult, WorkerError, WorkerPool
 
@@ -33,6 +34,7 @@ class WorkerActor:
 
     def load(self, function: bytes, name: str, timeout: float, directory: str) -> str:
         """Starts the process, which loads the function. Returns why it cannot, or an empty text."""
+        leave_process_group()
         try:
             os.chdir(directory)  # the function may be named by a relative path
             self.pool = ProcessPool(function, name, 1, timeout)

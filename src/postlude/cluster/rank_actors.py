@@ -6,7 +6,6 @@ Each actor becomes a rank by torchrun's environment variables, so `postlude.worl
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 import time
@@ -18,12 +17,17 @@ from typing import Any
 import torch
 
 from postlude.cluster.message_relay import forward_output, forward_signals
-from postlude.cluster.ray_cluster import ResourceNeeds, check_capacity, death_reason, missing_capacity
+from postlude.cluster.ray_cluster import (
+    ResourceNeeds,
+    check_capacity,
+    death_reason,
+    leave_process_group,
+    missing_capacity,
+)
 from postlude.world.agreement import if_picklable
 from postlude.world.failure_report import RankError, RankStatus, first_failure, first_stopped
 from postlude.world.launcher import run_on_ranks
 from postlude.world.ports import ReservedPort
-from postlude.world.signals import SIGNALS
 
 POLL_SECONDS = 0.5
 FIRST_WARNING, WARN_SECONDS = 5.0, 60.0  # seconds without resources until the first message, and between two
@@ -73,7 +77,7 @@ class RankActor:
         torch.set_num_threads(threads)
         try:
             forward_signals(relay)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            leave_process_group()
             with forward_output(relay):
                 return RankResult(run_on_ranks(function, **options))
         except BaseException as error:

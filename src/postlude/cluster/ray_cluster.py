@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
+
+from postlude.world.signals import SIGNALS
 
 LOCAL = "local"
 INSTALL = "pip install 'postlude[ray]'"
@@ -61,7 +64,12 @@ def connected_to_ray(address: str, needs: ResourceNeeds) -> Iterator[None]:
         cpus = max(os.cpu_count() or 1, int(needs.ranks * needs.cpus + needs.other_cpus + 0.99))
         short = None if len(tempfile.gettempdir()) <= MAX_TEMP_PATH else "/tmp"
         with tempfile.TemporaryDirectory(prefix="ray-", dir=short, ignore_cleanup_errors=True) as folder:
-            ray.init(LOCAL, num_cpus=cpus, include_dashboard=False, _temp_dir=folder, **quiet)
+            # Ray's processes stay in this process group, whose signals must not end them before the ranks have saved.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            try:
+                ray.init(LOCAL, num_cpus=cpus, include_dashboard=False, _temp_dir=folder, **quiet)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             try:
                 yield
             finally:
@@ -81,6 +89,13 @@ def connected_to_ray(address: str, needs: ResourceNeeds) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def leave_process_group() -> None:
+    """Takes an actor out of the driver's process group, and no longer blocks the signals that local Ray blocks."""
+    with suppress(PermissionError):  # it leads a session
+        os.setpgrp()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def check_capacity(needs: ResourceNeeds) -> None:

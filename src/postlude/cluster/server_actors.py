@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from postlude.cluster.ray_cluster import death_reason
+from postlude.cluster.ray_cluster import death_reason, leave_process_group
 from postlude.serving.launch.launcher import STOP_TIMEOUT, LocalLauncher, ServerCommand, ServerProcess
 
 POLL_SECONDS = 0.2
@@ -51,6 +51,7 @@ class ServerActor:
         """Starts the server and returns its address and its key."""
         import ray
 
+        leave_process_group()
         os.chdir(directory)
         host = "127.0.0.1" if single_machine else ray.util.get_node_ip_address()
         launcher = LocalLauncher(Path(logs), host=host)

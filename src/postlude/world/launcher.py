@@ -79,7 +79,7 @@ def launch(
     The ranks are new processes: function, arguments and results are pickled. The first rank that fails ends all others
     and is named by the `RankError` raised here.
 
-    A signal that would end this process (SIGINT, SIGTERM, SIGHUP, SIGQUIT) is forwarded to the ranks, whose handlers
+    A signal that would end this process (one of `SIGNALS`) is forwarded to the ranks, whose handlers
     may finish a step and save. A cluster may send it to them as well, so a rank may get it twice. If every rank then
     returns, so does `launch`. Otherwise the signal has its usual effect here: SIGINT raises KeyboardInterrupt (exit
     code 130), SIGTERM ends the process (143). Ranks that are alive after `grace` seconds, or when a second signal

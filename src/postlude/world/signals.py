@@ -1,4 +1,7 @@
-"""Signals that ask a process to end: which of them may, and how they are forwarded to child processes."""
+"""Signals that ask a process to end: which of them may, and how they are forwarded to child processes.
+
+SIGUSR1 is what Slurm sends before a time limit (`--signal=USR1@300`).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
 def ending_signals(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:

@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP end a run after its step. A second signal ends the process immediately.
+"""SIGINT, SIGTERM, SIGHUP and SIGUSR1 (Slurm's warning) end a run after its step. A second ends the process at once.
 
 While a rank waits for servers, the step may take long: there `StopRequested` ends it in the middle.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from postlude.world.signals import ending_signals
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 DUPLICATE_SECONDS = 1.0  # a terminal and a launcher both deliver one Ctrl-C: the second is ignored this long
 
 
