@@ -1,13 +1,26 @@
-"""Prints the message that a command ends with after an error."""
+"""Prints the message that a command ends with after an error, and text that is not ours, without control codes."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but newline and tab
+
+
+def escape_controls(text: str) -> str:
+    """Returns text that a terminal shows and does not obey: a control code becomes its number, such as \\x1b."""
+    return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+def for_stdout(text: str) -> str:
+    """Returns text of a model to print: as it is to a file or a pipe, without control codes to a terminal."""
+    return escape_controls(text) if sys.stdout.isatty() else text
 
 
 def print_error(message: str) -> None:
@@ -19,7 +32,7 @@ def print_error(message: str) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if _prints(file):
         with suppress(OSError):  # the terminal may be closed
-            print(message, file=sys.stderr, flush=True)
+            print(escape_controls(message), file=sys.stderr, flush=True)
     if file:
         with suppress(OSError):  # it is printed already
             Path(file).parent.mkdir(parents=True, exist_ok=True)

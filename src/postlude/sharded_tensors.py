@@ -149,6 +149,9 @@ def read_state(directory: Path, entries: Sequence[str] = ("files", "tensors")) -
         raise ValueError(f"{directory / STATE} cannot be read ({error}); load another checkpoint.") from error
     if version != FORMAT:
         raise ValueError(f"{directory} has format {version}, but this version of postlude reads format {FORMAT}.")
+    parts = (part[0] for entry in state.get("tensors", {}).values() for part in entry["parts"])
+    if outside := next((name for name in (*state.get("files", ()), *parts) if Path(name).name != name), None):
+        raise ValueError(f"{directory / STATE} names {outside}, which is not beside it; load another checkpoint.")
     return state
 
 

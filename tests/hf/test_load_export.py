@@ -436,7 +436,12 @@ class TestBrokenSources:
 
     @pytest.mark.parametrize(
         ("changes", "sentence"),
-        [({"hidden_size": "abc"}, "hidden_size"), ({"num_attention_heads": 0}, "num_attention_heads must not be 0")],
+        [
+            ({"hidden_size": "abc"}, "hidden_size"),
+            ({"num_attention_heads": 0}, "num_attention_heads must not be 0"),
+            ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, but at most 10000 are supported"),
+            ({"text_config": {"num_experts": 10**9}}, "num_experts is 1000000000, but at most"),
+        ],
     )
     def test_config_refused_by_transformers(self, directory: Path, changes: dict, sentence: str) -> None:
         edit_config(directory, **changes)

@@ -28,7 +28,6 @@ from postlude.recipes.rollouts.queue import RolloutQueue, policy_lag
 from postlude.recipes.rollouts.sampler import RolloutSampler
 from postlude.recipes.run.directory import read_metrics
 from postlude.recipes.run.outcome import RunOutcome
-from postlude.recipes.run.signals import StopRequested
 from postlude.recipes.run.step_timer import StepTimer
 from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.recipes.trainer import run_training
@@ -417,26 +416,3 @@ def test_a_signal_is_handled_while_completions_are_awaited(ranks: Ranks, tmp_pat
     with closing(TinyVLLM()) as server:
         ranks(1, trained_tasks, str(tmp_path), -1, *settings, f"--rollout={server.url}")
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]
-
-
-def run_until_evaluation(group: Any, directory: str, *overrides: str) -> RunOutcome:
-    """A signal arrives in the evaluation after the second step."""
-
-    class SignalledTrainer(GRPOTrainer):
-        def evaluate(self) -> dict[str, float]:
-            if self.step == 2:
-                raise StopRequested(signal.SIGTERM)
-            return super().evaluate()
-
-    return run_training(SignalledTrainer(config_of(Path(directory), *overrides), "cpu"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("save_every", "saved"), [(0, "no step"), (1, "step 1")])
-def test_a_signal_in_an_evaluation_names_the_saved_step(
-    ranks: Ranks, tmp_path: Path, server: TinyVLLM, save_every: int, saved: str
-) -> None:
-    settings = (*ASYNCHRONOUS, f"--save_every={save_every}", "--evaluation.every=1", f"--rollout={server.url}")
-    (outcome,) = ranks(1, run_until_evaluation, str(tmp_path), *settings)
-    assert f"SIGTERM ended the run in the evaluation after step 2; {saved} is saved" in outcome.message
-    assert (outcome.status, outcome.exit_code) == ("interrupted", 128 + signal.SIGTERM)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from postlude.commands.loading import encode, load_generator, sampling_from_options, warn_of_endless_turns
+from postlude.error_output import for_stdout
 from postlude.generate.generator import Generator
 from postlude.generate.protocol import Request
 from postlude.generate.sampling_params import SamplingParams
@@ -77,7 +78,7 @@ class Conversation:
                     if finished.completion is None:
                         raise ValueError(f"the reply failed: {finished.error}")
                     final_text = finished.completion.text
-                print(text.add(state.tokens[printed:], final_text), end="", flush=True)
+                print(for_stdout(text.add(state.tokens[printed:], final_text)), end="", flush=True)
                 printed = len(state.tokens)
         except KeyboardInterrupt:
             self._session = Session(self.generator)  # the old one may be in the middle of a step

@@ -7,6 +7,7 @@ import json
 
 from postlude.commands.loading import encode, load_generator, read_text, sampling_from_options, warn_of_endless_turns
 from postlude.data.chat import Prompt
+from postlude.error_output import for_stdout
 
 
 def run(options: argparse.Namespace) -> None:
@@ -37,8 +38,8 @@ def run(options: argparse.Namespace) -> None:
                     "logprobs": completion.logprobs,
                     "seed": sampling.seed,
                 }
-                print(json.dumps(row, ensure_ascii=False), flush=True)
+                print(for_stdout(json.dumps(row, ensure_ascii=False)), flush=True)
             else:
                 if several:
                     print(f"--- {text[:60]!r}, completion {number + 1} of {options.n}")
-                print(completion.text, flush=True)
+                print(for_stdout(completion.text or ""), flush=True)

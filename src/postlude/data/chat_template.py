@@ -6,14 +6,16 @@ form, without an error. So each is tried on the template first.
 
 from __future__ import annotations
 
+import ctypes
 import difflib
 import json
 import os
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -31,6 +33,7 @@ PLAIN_TEMPLATE = (
 )
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\b")
 
+RENDER_SECONDS = 20.0  # for one short message, which takes milliseconds
 QUESTION: Message = {"role": "user", "content": "?"}
 PLACEHOLDER = "what was said."  # stands for an answer where the template's text around one is looked at
 PROBE = "reasoning-probe"
@@ -90,10 +93,12 @@ class ChatTemplate:
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        source = self.source(tools)
+        check_template_ends(source)
         with as_encoding_error("the chat template fails"):
             rendered: Any = render_jinja_template(
                 [[dict(message) for message in messages]],
-                chat_template=self.source(tools),
+                chat_template=source,
                 **{**self.tokenizer.special_tokens_map, **self._settings(tools), **options},
             )
         (text,), spans = rendered
@@ -269,12 +274,40 @@ def read_chat_template(file: str | os.PathLike[str]) -> str:
     if not source.strip():
         raise ValueError(f"the chat template {path} is empty.")
     try:
+        check_template_ends(source)
         render_jinja_template([[dict(QUESTION)]], chat_template=source)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"the chat template {path} is not Jinja: {error.message} in line {error.lineno}.") from error
+    except TemplateTimeout:
+        raise
     except Exception:
         pass
     return source
+
+
+class TemplateTimeout(ValueError):
+    """A chat template takes too long."""
+
+
+@lru_cache
+def check_template_ends(source: str) -> None:
+    """Raises `TemplateTimeout` if a template does not render one short message in time: its loops may take days."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def render() -> None:
+        with suppress(Exception):  # what it cannot render is reported where it is rendered
+            render_jinja_template([[dict(QUESTION)]], chat_template=source)
+
+    thread = threading.Thread(target=render, name="chat template", daemon=True)
+    thread.start()
+    thread.join(RENDER_SECONDS)
+    if thread.is_alive():
+        assert thread.ident is not None
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(TemplateTimeout))
+        raise TemplateTimeout(
+            f"the chat template does not render one short message in {RENDER_SECONDS:g} s; its loops are too long. "
+            "Give another one."
+        )
 
 
 def with_system(messages: Sequence[Message], system: str | None) -> list[Message]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ CONFIG = "config.json"
 GENERATION = "generation_config.json"
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SMALL_FILES = (".json", ".txt", ".model", ".jinja")  # of configs and tokenizers
+COUNTED, MAX_COUNT = re.compile(r"(^|_)(num|n)_\w*(layer|expert|head)"), 10_000
 CHAT_TEMPLATES = "additional_chat_templates/"
 GGUF_NEEDS = "reading GGUF needs the packages gguf and accelerate: pip install 'postlude[gguf]'."
 
@@ -83,6 +85,7 @@ def read_description(source: PlainSource, blocks: BlockTable = BLOCKS) -> Pretra
         if has_postlude_config:
             return read_postlude_config(path, blocks)
         try:
+            _check_counts(json.loads((path / CONFIG).read_text("utf-8")))
             return AutoConfig.from_pretrained(path, trust_remote_code=False)
         except Exception as error:  # transformers' validation raises many types
             reason = first_line(error)
@@ -97,6 +100,14 @@ def read_description(source: PlainSource, blocks: BlockTable = BLOCKS) -> Pretra
         raise ImportError(GGUF_NEEDS) from error
     except Exception as error:  # the parser raises many types on a truncated GGUF
         raise ValueError(f"{path} cannot be read as GGUF: {first_line(error)}") from error
+
+
+def _check_counts(values: Any) -> None:
+    """Refuses a number of layers, heads or experts that transformers or we would take hours and all memory to list."""
+    for name, value in values.items() if isinstance(values, dict) else ():
+        _check_counts(value)
+        if COUNTED.search(name) and isinstance(value, int) and value > MAX_COUNT:
+            raise ValueError(f"{name} is {value}, but at most {MAX_COUNT} are supported.")
 
 
 def read_model_with_mtp(

@@ -179,6 +179,11 @@ def _files(directory: Path) -> dict[str, Path]:
             raise ValueError(
                 f"{index} is not a safetensors index ({error}); download or export the model again."
             ) from error
+        outside = [file for file in weight_map.values() if Path(file).is_absolute() or ".." in Path(file).parts]
+        if outside:
+            raise ValueError(
+                f"{index} names {outside[0]}, which is not in its directory; files elsewhere are not read."
+            )
         missing = sorted({file for file in weight_map.values() if not (directory / file).is_file()})
         if missing:
             raise FileNotFoundError(

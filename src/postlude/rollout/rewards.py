@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from postlude.error_output import escape_controls
 from postlude.pool.worker_pool import CallResult, FailureKind
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class FailureCounter:
                 if self.failed_reward is None
                 else f"gets reward {self.failed_reward:g}"
             )
-            log.warning("%s The sample %s; such failures are counted.", message, consequence)
+            log.warning("%s The sample %s; such failures are counted.", escape_controls(message), consequence)
         return Score(self.failed_reward or 0.0, {kind: 1.0}, message, excluded=self.failed_reward is None)
 
 

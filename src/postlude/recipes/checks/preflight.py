@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from postlude.checks import USER_ERRORS, check_writable, error_message, nearest_existing
 from postlude.data import Batch
 from postlude.engine.adapters import Adapters
+from postlude.error_output import escape_controls
 from postlude.hf.family import Family
 from postlude.hf.load import check_weights
 from postlude.hf.model_source import Source
@@ -240,7 +241,7 @@ def check_vocabulary(tokens: int, inputs: PreflightInputs) -> None:
 def print_findings(inputs: PreflightInputs, findings: Mapping[str, str], console: Console) -> None:
     """Prints a line for each check, and a table of the memory of each pipeline stage."""
     for name, finding in findings.items():
-        console.print(f"{name}: {finding}", markup=False, highlight=False, soft_wrap=True)
+        console.print(escape_controls(f"{name}: {finding}"), markup=False, highlight=False, soft_wrap=True)
     if "memory" not in findings:
         return
     table = Table("memory per rank", *(f"stage {rank}" for rank in range(len(inputs.memory))))

@@ -21,6 +21,7 @@ from postlude.user_code import CallFunction
 
 COMMAND_LINE = "on the command line"
 CALL = "in the call"
+MAX_VALUES = 1_000_000  # of a config
 NULL = "tag:yaml.org,2002:null"
 RULES = {  # YAML 1.2's, and `none`. They decide what null is, and the type of values in untyped fields
     NULL: (r"~|null|Null|NULL|none|None|", ["~", "n", "N", ""]),
@@ -173,6 +174,7 @@ def _read_file(file: Path, named: str) -> RawValue:
         raise ConfigError(f'there is no config file "{file}"{named}; {hint}')
     try:
         node = Loader(file.read_text("utf-8")).get_single_node()
+        _check_size(node, f"in {file}")
         raw = RawValue("", f"in {file}") if node is None else _tree(node, "", f"in {file}", file)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
@@ -184,6 +186,20 @@ def _read_file(file: Path, named: str) -> RawValue:
     if node is not None and not raw.full_mapping:
         raise ConfigError(f"{file} line {node.start_mark.line + 1} is not a config; write lines of `key: value`.")
     return raw
+
+
+def _check_size(node: yaml.Node | None, location: str) -> None:
+    """Refuses values whose aliases stand for more and more of them."""
+    counts: dict[int, int] = {}
+
+    def count(at: Any) -> int:
+        if id(at) not in counts:
+            inner = at if isinstance(at, tuple) else at.value if isinstance(at, yaml.CollectionNode) else ()
+            counts[id(at)] = 1 + sum(map(count, inner))
+        return counts[id(at)]
+
+    if node is not None and (values := count(node)) > MAX_VALUES:
+        raise ConfigError(f"there are {values:,} values {location} with its aliases; at most {MAX_VALUES:,} are read.")
 
 
 def _tree(node: yaml.Node, path: str, location: str, file: Path | None = None) -> RawValue:
@@ -241,6 +257,8 @@ def _set(raw: RawValue, path: str, text: str) -> None:
     value = RawValue(path, COMMAND_LINE)
     if text.startswith(("[", "{")):
         with contextlib.suppress(yaml.YAMLError):  # it may be text
-            value = _tree(Loader(text).get_single_node() or yaml.ScalarNode(NULL, ""), path, COMMAND_LINE)
+            node = Loader(text).get_single_node() or yaml.ScalarNode(NULL, "")
+            _check_size(node, COMMAND_LINE)
+            value = _tree(node, path, COMMAND_LINE)
     value.scalar = yaml.ScalarNode(Loader("").resolve(yaml.ScalarNode, text, (True, False)), text)
     raw.entries[name] = value

@@ -127,7 +127,7 @@ class RunDirectory:
         self._samples.append([{"step": step} | _plain(asdict(sample)) for sample in samples])
 
     def sync(self) -> None:
-        """Writes what was logged through to the disk, before a checkpoint that it belongs to."""
+        """Writes what was logged through to the disk, before a checkpoint of its step. Raises if it was deleted."""
         for lines in (self._metrics, self._layers, self._samples):
             lines.sync()
 

@@ -29,12 +29,7 @@ class JSONLinesFile:
             self._file = self.path.open("ab", buffering=0)
         text = "".join(json.dumps(_to_file(line), ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
         content = text.encode(errors="backslashreplace")  # half a surrogate pair must not end the run
-        before = os.fstat(self._file.fileno())
-        if not self.path.exists() or not os.path.samestat(before, self.path.stat()):
-            raise FileNotFoundError(
-                f"{self.path} was deleted, moved or replaced while the run was writing it, so what follows would be "
-                "lost. Put it back to resume, or start in another directory (--run)."
-            )
+        before = self._check_in_place(self._file)
         try:
             write_all(self._file, content)
         except OSError as error:
@@ -54,8 +49,9 @@ class JSONLinesFile:
                 write_atomic(self.path, data)
 
     def sync(self) -> None:
-        """Writes what was appended through to the disk."""
+        """Syncs what was appended to the disk. Raises FileNotFoundError if the file was deleted or replaced."""
         if self._file is not None:
+            self._check_in_place(self._file)
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -64,6 +60,15 @@ class JSONLinesFile:
             file, self._file = self._file, None
             with file:
                 os.fsync(file.fileno())
+
+    def _check_in_place(self, file: FileIO) -> os.stat_result:
+        opened = os.fstat(file.fileno())
+        if not self.path.exists() or not os.path.samestat(opened, self.path.stat()):
+            raise FileNotFoundError(
+                f"{self.path} was deleted, moved or replaced while the run was writing it, so it and what follows "
+                "would be lost. Put it back to resume, or start in another directory (--run)."
+            )
+        return opened
 
     def _lines(self) -> list[tuple[bytes, dict[str, Any]]]:
         if not self.path.is_file():

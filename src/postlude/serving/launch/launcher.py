@@ -5,6 +5,7 @@ Besides postlude.world it needs the standard library only.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import secrets
@@ -84,7 +85,6 @@ class LocalLauncher:
 
     def __init__(self, logs: Path, devices: Sequence[str] = (), host: str = "127.0.0.1") -> None:
         self.logs, self.devices, self.host = logs, list(devices), host
-        self._started = 0
         self._running: list[_LocalProcess] = []
 
     def start(self, command: ServerCommand) -> ServerProcess:
@@ -103,12 +103,12 @@ class LocalLauncher:
         keys = {command.key_variable: key} if key else {}
         inherited = {name: value for name, value in os.environ.items() if not RANK_VARIABLES.fullmatch(name)}
         self.logs.mkdir(parents=True, exist_ok=True)
-        log = self.logs / f"{self._started}.log"
-        self._started += 1
+        files = (self.logs / f"{number}.log" for number in itertools.count())
+        log = next(file for file in files if not file.exists())  # a run that is resumed keeps its earlier logs
         port = ReservedPort(self.host)
         arguments = [sys.executable, "-I", str(WATCHDOG), str(os.getpid()), *command.arguments(self.host, port.number)]
         try:
-            with log.open("w") as output:
+            with log.open("x") as output:
                 process = subprocess.Popen(
                     arguments,
                     stdin=subprocess.DEVNULL,

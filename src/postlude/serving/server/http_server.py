@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hmac
 import logging
+import math
+import resource
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +29,7 @@ IDLE_TIMEOUT = 75.0  # seconds after which a connection that sends nothing is cl
 HEAD_TIMEOUT = 10.0  # seconds for the headers of a request
 BODY_TIMEOUT = 75.0  # seconds for its body
 DRAIN_TIMEOUT = 5.0  # seconds to read the rest of a refused request, so that the client gets the refusal
+REPEAT_SECONDS = 60.0  # between two errors about descriptors
 OPEN_PATHS = ("/health",)  # need no key
 KEY_OPTION = "POSTLUDE_API_KEY, or --api-key"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -88,6 +92,7 @@ class HTTPServer:
         """Starts to listen. Returns the port; port 0 chooses a free one."""
         loop = asyncio.get_running_loop()
         self._source = SourceCheck(host, KEY_OPTION)
+        loop.set_exception_handler(_LoopErrors())
         self._server = await loop.create_server(
             lambda: asyncio.StreamReaderProtocol(_Reader(limit=MAX_HEAD, loop=loop), self._serve, loop=loop), host, port
         )
@@ -113,6 +118,8 @@ class HTTPServer:
                 pass
         except (OSError, EOFError, TimeoutError):
             pass  # the client is gone, or sends nothing
+        except asyncio.CancelledError:
+            pass  # the loop ends; asyncio of Python 3.11 logs a cancelled connection as an error
         finally:
             self._connections.discard(writer)
             writer.close()
@@ -183,6 +190,25 @@ class HTTPServer:
         except Exception as error:
             LOG.exception("%s %s failed", request.method, request.path)
             return 500, error_body(HTTPError(500, f"the request failed: {error!r}."))
+
+
+class _LoopErrors:
+    """Logs what an event loop reports. When descriptors run out, asyncio does so hundreds of times a second."""
+
+    def __init__(self) -> None:
+        self._logged_at = -math.inf
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif loop.time() - self._logged_at >= REPEAT_SECONDS:
+            self._logged_at = loop.time()
+            LOG.error(
+                "no file descriptor is left for a new connection, so clients wait until others close; the limit is %d. "
+                "Raise it with `ulimit -n`.",
+                resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            )
 
 
 class _Reader(asyncio.StreamReader):
