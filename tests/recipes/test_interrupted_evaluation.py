@@ -21,8 +21,11 @@ from tests.recipes.test_supervised import config_of
 
 CONFIG = ("--save_every=0", "--export=false", "--loggers=[]")
 ENDS = {
-    "signal in the training step": ("interrupted", "after step 2, which is saved; resuming repeats"),
-    "signal": ("interrupted", "in the evaluation after step 2, which is saved; resuming repeats the evaluation"),
+    "signal in the training step": (
+        "interrupted",
+        "SIGTERM ended the run after step 2, which is saved; resuming evaluates it",
+    ),
+    "signal": ("interrupted", "after step 2, which is saved; resuming evaluates it"),
     "servers lost": ("failed", "step-000002 is complete"),
     "killed after a save": None,
 }

@@ -32,7 +32,7 @@ from postlude.recipes.config import schema
 from postlude.recipes.config.recipe_configs import MASK
 from postlude.recipes.config.settings import TrainingConfig
 from postlude.recipes.mtp import MTPLoss, model_source
-from postlude.recipes.report.finish import finish_run, model_card
+from postlude.recipes.report.finish import finish_failed_run, finish_run, model_card
 from postlude.recipes.report.metrics import LOSS, MEMORY, SKIPPED, SPEED
 from postlude.recipes.run.config_changes import MAY_CHANGE, check_same_config
 from postlude.recipes.run.directory import (
@@ -49,7 +49,7 @@ from postlude.recipes.run.directory import (
 from postlude.recipes.run.health import MODEL, Health, UnhealthyRun
 from postlude.recipes.run.input_files import input_files
 from postlude.recipes.run.machine_info import machine_info
-from postlude.recipes.run.outcome import EXIT_FAILED, OutcomeStatus, RunFailed, RunOutcome, clear_outcome
+from postlude.recipes.run.outcome import EXIT_FAILED, RunFailed, RunOutcome, clear_outcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.signals import StopRequested, StopSignals
 from postlude.recipes.run.split import Split
@@ -423,7 +423,7 @@ class Trainer(ABC):
         self.save()
         stopped_at = f"after step {self.step}, which is saved" if self.step else "before its first step"
         if self.unlogged_step is not None:
-            stopped_at = f"in the evaluation {stopped_at}; resuming repeats the evaluation"
+            stopped_at += "; resuming evaluates it"
         message = f"{signal.Signals(self.stop_signal).name} ended the run {stopped_at}; {self.resume_hint}"
         return self._end(RunOutcome("interrupted", self.step, message, 128 + self.stop_signal))
 
@@ -486,7 +486,7 @@ def run_training(trainer: Trainer, start_mode: StartMode = RESUME_NEWEST) -> Run
                 raise
             if isinstance(error, ServerError | WeightsDiffer):
                 return trainer.fail_in_rollout(error)
-            _write_failure(trainer, error)
+            finish_failed_run(trainer.config.run, trainer.step, error)
             # After the first step an error is no mistake in the config: report a failed run.
             if isinstance(error, USER_ERRORS) and trainer.step > trainer.resumed_step:
                 failure = f"{type(error).__name__}: {error}".removesuffix(".")
@@ -494,11 +494,3 @@ def run_training(trainer: Trainer, start_mode: StartMode = RESUME_NEWEST) -> Run
                     f"after step {trainer.step} the run failed: {failure}. When that is fixed, {trainer.resume_hint}"
                 ) from error
             raise
-
-
-def _write_failure(trainer: Trainer, error: BaseException) -> None:
-    status: OutcomeStatus = "failed" if isinstance(error, Exception) else "interrupted"
-    try:
-        finish_run(trainer.config.run, RunOutcome(status, trainer.step, str(error), EXIT_FAILED))
-    except Exception as report_error:  # the caller raises the original error
-        error.add_note(f"The report could not be written either: {report_error}")

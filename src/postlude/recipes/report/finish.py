@@ -16,7 +16,7 @@ from postlude.recipes.report.console import RunConsole
 from postlude.recipes.report.page import write_report
 from postlude.recipes.report.summary import REPORT, RunSummary, held_out_table, read_summary, summary_lines
 from postlude.recipes.run.directory import is_rank0, read_config
-from postlude.recipes.run.outcome import RunOutcome, write_outcome
+from postlude.recipes.run.outcome import EXIT_FAILED, OutcomeStatus, RunOutcome, write_outcome
 
 NOT_IN_MODEL_CARD = ("run", "model", "loggers")
 
@@ -29,6 +29,15 @@ def finish_run(run: Path, outcome: RunOutcome) -> None:
         summary = read_summary(run)
         with suppress(OSError):  # the terminal may be closed
             print_summary(summary, RunConsole())
+
+
+def finish_failed_run(run: Path, step: int, error: BaseException) -> None:
+    """As `finish_run`, for a run that ends with an error, which the caller raises. What fails here is added to it."""
+    status: OutcomeStatus = "failed" if isinstance(error, Exception) else "interrupted"
+    try:
+        finish_run(run, RunOutcome(status, step, str(error), EXIT_FAILED))
+    except Exception as report_error:
+        error.add_note(f"The report could not be written either: {report_error}")
 
 
 def print_summary(summary: RunSummary, console: Console) -> None:
