@@ -96,6 +96,7 @@ def test_resource_needs_of_a_config(fake_ray: FakeRay, tmp_path: Path) -> None:
     assert shared == ResourceNeeds(2, 1, 0.6, 4.0, 2, 0.4)
     assert str(shared) == "2 rank(s) of 1 CPU(s) and 0.6 GPU(s)"
     assert needs("--rollout=vllm") == ResourceNeeds(2, 1, 1.0, 3.0, 1, 1.0)
+    assert needs("--rollout=vllm", "--cluster.cpus_per_worker=0.25") == ResourceNeeds(2, 1, 1.0, 1.5, 1, 1.0)
     for wrong, sentence in (
         ("--cluster.gpus_per_rank=0.5", "cluster.gpus_per_rank"),
         ("--rollout.gpus=1.5", "are not a whole number"),

@@ -191,7 +191,7 @@ def server() -> Iterator[str]:
     from openenv.core.env_server.types import Action, Observation, State
 
     class Guess(Action):
-        message: str
+        guess: str
 
     class Hint(Observation):
         hint: str
@@ -204,7 +204,7 @@ def server() -> Iterator[str]:
             return Hint(hint=f"Guess my number, game {seed}.")
 
         def step(self, action: Guess, timeout_s: float | None = None, **_: Any) -> Hint:
-            guess = int(action.message)
+            guess = int(action.guess)
             if guess == self.number:
                 return Hint(hint="right", reward=1.0, done=True)
             return Hint(hint="higher" if guess < self.number else "lower", reward=-0.1)
@@ -230,7 +230,7 @@ def server() -> Iterator[str]:
 
 @pytest.mark.slow
 def test_openenv_episodes(server: str) -> None:
-    openenv = OpenEnvServer(server, observation="hint")
+    openenv = OpenEnvServer(server, action="guess", observation="hint")
     tasks = OpenEnvTasks(openenv, first=40, size=10, chat=True, system=None)
     assert tasks[4].prompt == [{"role": "user", "content": "Guess my number, game 44."}]
     environment = AsyncEnvironment(tasks, openenv.episode, name="the server", max_turns=3)

@@ -209,6 +209,9 @@ def test_reasoning_gym_prompt_requests_an_answer_tag(words: ReasoningGym) -> Non
     assert task.name == "word_ladder 3:4"
     with pytest.raises(IndexError, match="there is no task 300"):
         words[300]
+    for tag, request in (("result", "\nGive your final answer between <result> and </result>."), (None, "")):
+        (asked,) = ReasoningGym("chain_sum", {"min_terms": 2, "max_terms": 2}, seed=1, size=1, chat=False, tag=tag)
+        assert asked.prompt == asked.example["question"] + request
 
 
 @pytest.mark.slow

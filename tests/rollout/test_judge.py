@@ -44,7 +44,14 @@ def test_a_judge_gets_the_template_and_its_score_is_parsed(monkeypatch: pytest.M
     monkeypatch.setenv("JUDGE_KEY", "secret")
     with judge_server(lambda body, number: f"score: 1? No. Score: {len(body['messages'][1]['content'])}.5") as server:
         reward = JudgeReward(
-            server.url, "big", TEMPLATE, system="Grade.", key_variable="JUDGE_KEY", extra={"seed": 3}, temperature=0.5
+            server.url,
+            "big",
+            TEMPLATE,
+            system="Grade.",
+            key_variable="JUDGE_KEY",
+            extra={"seed": 3},
+            temperature=0.5,
+            max_new_tokens=9,
         )
         first, second = scores(reward, "four {braces}", "6")
     questions = [
@@ -57,7 +64,7 @@ def test_a_judge_gets_the_template_and_its_score_is_parsed(monkeypatch: pytest.M
         {
             "model": "big",
             "temperature": 0.5,
-            "max_tokens": 512,
+            "max_tokens": 9,
             "seed": 3,
             "messages": [{"role": "system", "content": "Grade."}, {"role": "user", "content": question}],
         }
