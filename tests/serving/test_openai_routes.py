@@ -190,7 +190,7 @@ def test_streamed_completion_equals_the_completion(url: str) -> None:
         ("completions", {"prompt": "a", "n": 10**9}, "give from 1 to 1024 completions in all"),
         ("completions", {"prompt": "a", "n": 0}, "give from 1 to 1024 completions in all"),
         ("completions", {"prompt": "a", "logprobs": 21}, "logprobs is 21: Input should be less than or equal to 20"),
-        ("completions", {"prompt": "a", "echo": True, "logprobs": 1}, "the log-probs of a prompt are not computed"),
+        ("completions", {"prompt": [9999], "echo": True, "logprobs": 1}, "the prompt has token 9999"),
         ("completions", {"prompt": "a", "frequency_penalty": 3}, "frequency_penalty=3.0: give a number from -2 to 2"),
         ("completions", {"prompt": "a", "logit_bias": {"1": 5}}, "logit_bias is {'1': 5}, which is not supported"),
         ("completions", {"prompt": "a", "stop": 5}, "stop is 5: give text, or a list of texts."),
@@ -487,12 +487,18 @@ def test_every_list_and_text_has_a_limit(url: str, path: str, body: dict[str, An
 
 
 def test_clients_that_wait_take_turns() -> None:
+    order: list[str] = []
     waiting = deque(CompletionState(PromptState([1], SamplingParams(), 1), 0, frozenset(), None) for _ in range(6))
     for completion, client in zip(waiting, "aaaabb", strict=True):
-        completion.client = client
+        completion.client = (client, str(len(order)))
+        order.append(client)
     waiting[3].tokens.append(1)
-    assert [completion.client for completion in take_turns(waiting)] == ["a", "a", "b", "a", "b", "a"]
-    order: list[str] = []
+    assert [completion.client[0] for completion in take_turns(waiting)] == ["a", "a", "b", "a", "b", "a"]
+    for completion, connection in zip(waiting, "112111", strict=True):
+        completion.client = (completion.client[0], connection)
+    assert [waiting.index(completion) for completion in take_turns(waiting)] == [3, 0, 4, 2, 5, 1]
+    assert [waiting.index(completion) for completion in take_turns(waiting)] == [3, 0, 4, 2, 5, 1], "as before"
+    order.clear()
 
     async def enter(turns: ClientTurns, client: str) -> None:
         async with turns.turn(client):
@@ -509,3 +515,24 @@ def test_clients_that_wait_take_turns() -> None:
 
     asyncio.run(run())
     assert "".join(order) == "ababac"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_logprobs_scores_the_prompt(url: str, stream: bool) -> None:
+    """As lm-eval reads it: the sum of a continuation's log-probs, and whether it is the greedy one."""
+    first, other = encoded("Once upon"), encoded("a")
+    (greedy,) = generate_directly(first, SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True))
+    sampling = {"max_tokens": 1, "temperature": 0, "logprobs": 2, "echo": True, "stream": stream}
+    body = {"prompt": [[*first, *greedy.tokens], other]} | sampling
+    if stream:
+        chunks = [chunk["choices"][0] for chunk in stream_chunks(f"{url}/v1/completions", body)]
+        choices = [choice for choice in chunks if choice["finish_reason"] is None][:2]
+    else:
+        choices = request_json(f"{url}/v1/completions", body)[1]["choices"]
+    scored, short = (choice["logprobs"] for choice in choices)
+    place = slice(len(first), len(first) + 6)
+    assert scored["token_logprobs"][0] is scored["top_logprobs"][0] is None
+    assert scored["token_logprobs"][place] == pytest.approx(greedy.logprobs, abs=1e-4)
+    assert scored["token_logprobs"][place] == [max(top.values()) for top in scored["top_logprobs"][place]]
+    assert len(scored["tokens"]) == len(first) + 6 + (not stream)
+    assert len(short["token_logprobs"]) == len(other) + (not stream)

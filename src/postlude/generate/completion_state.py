@@ -37,8 +37,8 @@ class CompletionState:
     stop_tokens: frozenset[int]
     stop_strings: StopStrings | None
     grammar: Grammar | None = None
-    client: str = ""
-    """Who asked for it."""
+    client: tuple[str, ...] = ()
+    """Who asked for it, as `Request.client`."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampled_logprobs: list[float] = field(default_factory=list)

@@ -26,8 +26,9 @@ class Request:
     """The index of the first completion, for seeds: `n=1, first_index=1` gives the second completion of `n=2`."""
     adapter: str | None = None
     """The adapter to sample with, by its name in the engine; None for the engine's default."""
-    client: str = ""
-    """Who asks: in a `Session`, completions of several clients that wait take turns."""
+    client: tuple[str, ...] = ()
+    """Who asks, such as an address and one of its connections: in a `Session`, completions of several addresses that
+    wait take turns, and at the turns of an address those of its connections."""
 
     def __post_init__(self) -> None:
         if self.n < 1:

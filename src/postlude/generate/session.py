@@ -162,12 +162,19 @@ class Session:
 def take_turns(waiting: deque[CompletionState]) -> deque[CompletionState]:
     """Returns completions with their clients in turns. Those that have begun, and were preempted, stay first."""
     begun = [completion for completion in waiting if completion.tokens]
-    by_client: dict[str, list[CompletionState]] = {}
+    return deque([*begun, *_in_turns([completion for completion in waiting if not completion.tokens], 0)])
+
+
+def _in_turns(waiting: list[CompletionState], level: int) -> list[CompletionState]:
+    """Returns completions in turns of those with different names of the client from this level on."""
+    by_name: dict[tuple[str, ...], list[CompletionState]] = {}
     for completion in waiting:
-        if not completion.tokens:
-            by_client.setdefault(completion.client, []).append(completion)
-    turns = itertools.chain.from_iterable(itertools.zip_longest(*by_client.values()))
-    return deque([*begun, *(completion for completion in turns if completion is not None)])
+        by_name.setdefault(completion.client[level : level + 1], []).append(completion)
+    if list(by_name) in ([], [()]):
+        return waiting
+    ordered = (_in_turns(group, level + 1) if name else group for name, group in by_name.items())
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*ordered))
+    return [completion for completion in turns if completion is not None]
 
 
 def _same_but_seed(first: CompletionState, second: CompletionState) -> bool:

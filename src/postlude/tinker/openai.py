@@ -25,7 +25,7 @@ from postlude.tinker.token_checks import check_prompt
 if TYPE_CHECKING:
     from postlude.generate.protocol import Completion, Progress
     from postlude.generate.protocol import Request as GenerationRequest
-    from postlude.serving.server.openai_routes import OpenAIRoutes
+    from postlude.serving.server.openai_routes import OpenAIRoutes, ScoredTokens
 
 PREFIXES = ("/v1", "/oai/api/v1")
 Value = TypeVar("Value")
@@ -88,7 +88,7 @@ class OpenAIApp:
                 raise APIError(400, f"model is {model!r:.60}: give a base model or a tinker:// path.")
             routes = await self._routes_of(owner, model)
             self._service.samplers.check_room(owner)
-            call = HTTPRequest("POST", request.url.path, body, lambda: False, owner)
+            call = HTTPRequest("POST", request.url.path, body, lambda: False, (owner,))
             try:
                 reply = await (routes.chat(call) if chat else routes.completions(call))
                 if isinstance(reply, AsyncGenerator):
@@ -145,6 +145,12 @@ class _Generation:
             *(self._sampled(self.samplers.sample(self.sampler, sample_request)) for sample_request in converted)
         )
         return [[_completion(sequence) for sequence in result.sequences] for result in results]
+
+    async def score_prompts(self, requests: Sequence[GenerationRequest], top: int) -> list[ScoredTokens]:
+        """Refuses."""
+        from postlude.serving.server.http_server import HTTPError
+
+        raise HTTPError(400, "echo with logprobs is not supported here: ask asample for prompt_logprobs.")
 
     async def stream(
         self, requests: Sequence[GenerationRequest], is_gone: Callable[[], bool]

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from postlude.data import pack, unpack
 from postlude.generate.protocol import Completion
-from postlude.model import LanguageModel, OutputInputs
+from postlude.generate.scores import score_tokens
+from postlude.model import LanguageModel
 from postlude.tinker.backend import FloatArray, SampleRequest, TopK
 
 NO_TOKEN, NO_LOGPROB = 0, -99999.0
 """An empty cell of `TopK`."""
-TARGETS = "score_ids"
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ def score_completions(
     """Returns the likeliest tokens at each position of completions, at the temperature they were sampled with."""
     prompt, k = torch.from_numpy(request.prompt.astype(np.int64)), request.topk_sample_logprobs
     sequences = [torch.cat([prompt, torch.tensor(completion.tokens)]) for completion in completions]
-    values = _evaluate(model, sequences, budget, k=k, temperature=request.sampling.temperature or 1.0)
+    values = score_tokens(model, sequences, budget, k=k, temperature=request.sampling.temperature or 1.0)
     return [
         _top(ids[len(prompt) :], logprobs[len(prompt) :], k)
         for ids, logprobs in zip(values["ids"], values["top"], strict=True)
@@ -85,7 +83,7 @@ def _asks(request: SampleRequest) -> bool:
 def _score(model: LanguageModel, requests: Sequence[SampleRequest], budget: int) -> list[PromptScores]:
     sequences = [torch.from_numpy(request.prompt.astype(np.int64)) for request in requests]
     targets = requests[0].target_prompt_tokens
-    values = _evaluate(
+    values = score_tokens(
         model,
         sequences,
         budget,
@@ -104,37 +102,6 @@ def _score(model: LanguageModel, requests: Sequence[SampleRequest], budget: int)
             at_targets = np.where(targets < 0, np.nan, values["targets"][index][1:].numpy()).astype(np.float32)
         scores.append(PromptScores(logprobs if request.prompt_logprobs else None, top, at_targets))
     return scores
-
-
-@torch.no_grad()
-def _evaluate(
-    model: LanguageModel,
-    sequences: Sequence[Tensor],
-    budget: int,
-    *,
-    k: int = 0,
-    targets: Tensor | None = None,
-    temperature: float = 1.0,
-) -> dict[str, list[Tensor]]:
-    """Returns values per token of each sequence, on the CPU: entry i is of token i, and entry 0 is 0."""
-
-    def processor(inputs: OutputInputs, context: Any) -> dict[str, Tensor]:
-        head, microbatch = inputs.head, inputs.microbatch
-        values = {"logprobs": head.logprobs(inputs.hidden, microbatch.targets, temperature=temperature).logprob}
-        if k:
-            values["top"], values["ids"] = head.topk(inputs.hidden, k, temperature=temperature)
-        if targets is not None:
-            values["targets"] = head.logprobs_at(inputs.hidden, microbatch.targets, microbatch.column(TARGETS))[1]
-        return values
-
-    columns = {} if targets is None else {TARGETS: [targets]}
-    longest = max(map(len, sequences))
-    device = next(model.parameters()).device
-    microbatches = [packed.to(device) for packed in pack(sequences, budget=max(budget, longest), columns=columns)]
-    results = [model(microbatch, output_processor=processor) for microbatch in microbatches]
-    return {
-        name: [row.cpu() for row in unpack(microbatches, [result[name] for result in results])] for name in results[0]
-    }
 
 
 def _top(ids: Tensor, logprobs: Tensor, k: int, *, empty: int = 0) -> TopK:

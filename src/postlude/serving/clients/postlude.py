@@ -97,7 +97,7 @@ class AdapterBody(Body):
     version: str
 
 
-def read_request(body: GenerateBody, adapter: str | None = None, client: str = "") -> Request:
+def read_request(body: GenerateBody, adapter: str | None = None, client: tuple[str, ...] = ()) -> Request:
     """Returns the request in a body. Raises a ValueError where its values are invalid."""
     sampling = SamplingParams(**dict(body.sampling))
     return Request(body.prompt, sampling, first_index=body.first_index, adapter=adapter, client=client)

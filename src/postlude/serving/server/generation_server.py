@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import queue
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from bisect import bisect_right
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,11 +17,13 @@ from typing import Any
 from urllib.parse import unquote
 
 import torch
+from torch import Tensor
 
 from postlude.checks import USER_ERRORS
 from postlude.generate.completion_state import CompletionState
 from postlude.generate.generator import Generator
 from postlude.generate.protocol import Completion, Progress, Request
+from postlude.generate.scores import score_tokens
 from postlude.generate.session import Session
 from postlude.hf.families import FAMILIES
 from postlude.hf.peft import read_adapter
@@ -38,8 +42,9 @@ from postlude.serving.clients.postlude import (
 )
 from postlude.serving.request_body import parse
 from postlude.serving.server.http_server import HTTPError, HTTPRequest, HTTPServer, bad_request_on_error
-from postlude.serving.server.openai_routes import CHAT, COMPLETIONS, MODELS, OpenAIRoutes
+from postlude.serving.server.openai_routes import CHAT, COMPLETIONS, MODELS, OpenAIRoutes, ScoredTokens
 
+SCORED_TOKENS = 8192  # of prompts, between two steps
 CLOSE_TIMEOUT = 5.0  # seconds for a step to end, and for the last replies
 POLL_SECONDS = 0.25  # between two checks whether a client is gone
 BODY_BYTES, TOKEN_BYTES = 1 << 20, 16  # the size limit of a request: a constant, and bytes for each token of the cache
@@ -153,6 +158,18 @@ class GenerationServer:
             self._cancel(pending)
         return [request.future.result() for request in pending]
 
+    async def score_prompts(self, requests: Sequence[Request], top: int) -> list[ScoredTokens]:
+        """Returns the tokens of prompts with their log-probs. Between two steps of generating, one batch is scored."""
+        scores: list[ScoredTokens] = []
+        remaining = list(requests)
+        while remaining:
+            count = bisect_right(
+                list(itertools.accumulate(len(request.prompt) for request in remaining)), SCORED_TOKENS
+            )
+            batch, remaining = remaining[: max(1, count)], remaining[max(1, count) :]
+            scores += await self._between_steps(partial(self._score, batch, top))
+        return scores
+
     async def stream(self, requests: Sequence[Request], is_gone: Callable[[], bool]) -> AsyncGenerator[Progress, None]:
         """Yields the tokens of the same completions as they come."""
         loop = asyncio.get_running_loop()
@@ -251,14 +268,18 @@ class GenerationServer:
         return await self._update(partial(self._load_adapter, body))
 
     async def _update(self, change: Callable[[Future[None]], None]) -> Any:
-        """Lets the generating thread change weights between two steps, and waits for it."""
-        future: Future[None] = Future()
-        self._tasks.put(lambda: change(future))
+        """Lets the generating thread change weights, and waits for it."""
+        await self._between_steps(change)
+        return vars(self.weights)
+
+    async def _between_steps(self, task: Callable[[Future[Any]], None]) -> Any:
+        """Returns what the generating thread sets as the task's result, between two steps."""
+        future: Future[Any] = Future()
+        self._tasks.put(lambda: task(future))
         try:
-            await asyncio.wrap_future(future)
+            return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             raise HTTPError(500, "generating has ended.") from None
-        return vars(self.weights)
 
     # --- in the thread that generates
 
@@ -317,6 +338,29 @@ class GenerationServer:
             if pending.on_progress is not None:
                 pending.states = self._session.unfinished(request_id)
 
+    def _score(self, requests: Sequence[Request], top: int, future: Future[list[ScoredTokens]]) -> None:
+        adapter = requests[0].adapter
+        try:
+            if self.weights.version is None:
+                raise HTTPError(503, "there are no weights yet.")
+            for request in requests:
+                self.generator.new_completions("the prompt", request.prompt, request.sampling, 1, adapter=adapter)
+            sequences = [torch.tensor(request.prompt) for request in requests]
+            with self.generator.generation_mode(adapter):
+                values = score_tokens(self.generator.model, sequences, SCORED_TOKENS, k=top)
+        except HTTPError as error:
+            _resolve(future, error=error)
+        except USER_ERRORS as error:
+            _resolve(future, error=HTTPError(400, str(error)))
+        except Exception as error:
+            LOG.exception("prompts could not be scored")
+            _resolve(future, error=HTTPError(500, f"the request failed: {error!r}."))
+        else:
+            _resolve(future, [_scored(request.prompt, values, index) for index, request in enumerate(requests)])
+        finally:
+            if not self._session.busy:
+                self.generator.adapters.activate(None)
+
     def _drop(self, cancelled: Sequence[_Pending]) -> None:
         for request_id, pending in list(self._pending.items()):
             if pending in cancelled:
@@ -362,6 +406,18 @@ class GenerationServer:
         else:
             self.weights = _WeightsInfo(version, checksums[0] or self.weights.checksum)
             _resolve(future, None)
+
+
+def _scored(prompt: Sequence[int], values: Mapping[str, Sequence[Tensor]], index: int) -> ScoredTokens:
+    """Returns the scores of one prompt. A token that is among the likeliest ones has the same log-prob there."""
+    logprobs: list[float | None] = [None, *values["logprobs"][index][1:].tolist()]
+    if "ids" not in values:
+        return ScoredTokens(prompt, logprobs)
+    rows = zip(values["ids"][index].tolist(), values["top"][index].tolist(), strict=True)
+    places = [dict(zip(*row, strict=True)) for row in rows]
+    for position in range(1, len(prompt)):
+        logprobs[position] = places[position].get(prompt[position], logprobs[position])
+    return ScoredTokens(prompt, logprobs, [None, *(list(place.items()) for place in places[1:])])
 
 
 def _resolve(future: Future[Any], value: Any = None, *, error: Exception | None = None) -> None:

@@ -62,8 +62,8 @@ class HTTPRequest:
     body: bytes
     is_gone: Callable[[], bool]
     """Whether the client has closed or reset the connection."""
-    client: str = ""
-    """Its address, or another name of who takes turns with others."""
+    client: tuple[str, ...] = ()
+    """Its address and its connection, or other names, by which clients take turns."""
 
 
 class HTTPServer:
@@ -236,9 +236,9 @@ class _Client:
     probed: bool = False
 
     @property
-    def name(self) -> str:
-        """The client's address, without the port."""
-        return str((self.writer.get_extra_info("peername") or [""])[0])
+    def name(self) -> tuple[str, ...]:
+        """The client's address and port."""
+        return tuple(map(str, (self.writer.get_extra_info("peername") or ())[:2]))
 
     def is_gone(self) -> bool:
         """Whether the client will not read the reply."""

@@ -29,7 +29,6 @@ from postlude.data.tool_calls import (
     detect_format,
 )
 from postlude.generate.protocol import Completion, Progress, Request
-from postlude.generate.sampling_params import SamplingParams
 from postlude.generate.text_stream import TextStream
 from postlude.serving.request_body import parse
 from postlude.serving.server.client_turns import ClientTurns
@@ -52,17 +51,26 @@ class CompletionBackend(Protocol):
     async def generate(self, requests: Sequence[Request], is_gone: Callable[[], bool]) -> list[list[Completion]]:
         """Returns the completions of each request."""
 
+    async def score_prompts(self, requests: Sequence[Request], top: int) -> list[ScoredTokens]:
+        """Returns the tokens of each prompt with their log-probs, at temperature 1, and `top` likeliest ones."""
+
     def stream(self, requests: Sequence[Request], is_gone: Callable[[], bool]) -> AsyncGenerator[Progress, None]:
         """Yields their tokens as they come."""
 
 
 @dataclass(frozen=True)
-class _Tokens:
-    """Tokens of a completion, their log-probs, and the likeliest ones at their places, if they are asked for."""
+class ScoredTokens:
+    """Tokens, their log-probs, and the likeliest ones at their places, if they are asked for.
 
-    ids: Sequence[int]
-    logprobs: Sequence[float]
-    top: Sequence[Sequence[tuple[int, float]]]
+    The first token of a prompt has no log-prob.
+    """
+
+    ids: Sequence[int] = ()
+    logprobs: Sequence[float | None] = ()
+    top: Sequence[Sequence[tuple[int, float]] | None] = ()
+
+    def __add__(self, other: ScoredTokens) -> ScoredTokens:
+        return ScoredTokens([*self.ids, *other.ids], [*self.logprobs, *other.logprobs], [*self.top, *other.top])
 
 
 @dataclass(frozen=True)
@@ -103,10 +111,13 @@ class _Call:
     tools: _Tools | None
     echo: Sequence[str]
     """The text of each prompt, which comes before its completions; none for completions alone."""
+    echo_tokens: Sequence[ScoredTokens]
+    """The same as tokens, if log-probs are asked for."""
 
-    def echoed(self, index: int) -> str:
-        """Returns the text before completion `index` of all."""
-        return self.echo[index // self.requests[0].n] if self.echo else ""
+    def echoed(self, index: int) -> tuple[str, ScoredTokens]:
+        """Returns what is before completion `index` of all."""
+        prompt = index // self.requests[0].n
+        return self.echo[prompt] if self.echo else "", self.echo_tokens[prompt] if self.echo_tokens else ScoredTokens()
 
 
 class OpenAIRoutes:
@@ -122,13 +133,11 @@ class OpenAIRoutes:
         with bad_request_on_error():
             body = parse(CompletionsBody, request.body)
             self._check(body)
-            if body.echo and body.logprobs is not None:
-                raise ValueError("echo with logprobs: the log-probs of a prompt are not computed here. Leave one out.")
             sampling = body.sampling(16 if body.max_tokens is None else body.max_tokens, body.logprobs or 0)
             single = isinstance(body.prompt, str) or (body.prompt and isinstance(body.prompt[0], int))
             prompts: list[Any] = [body.prompt] if single else list(body.prompt)
             n = self._count(body, len(prompts))
-            self._check_logprobs(n * len(prompts), sampling, asked=body.logprobs is not None)
+            _check_logprobs(n * len(prompts), sampling.max_new_tokens, body.logprobs)
         client = request.client
         encoded = [await self._encode(client, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         with bad_request_on_error():
@@ -138,7 +147,13 @@ class OpenAIRoutes:
                 for index, tokens in enumerate(encoded)
             ]
         echo = [self._text(prompt) for prompt in prompts] if body.echo else []
-        call = self._call(requests, body, chat=False, logprobs=body.logprobs is not None, echo=echo)
+        scores: Sequence[ScoredTokens] = ()
+        if body.echo and body.logprobs is not None:
+            with bad_request_on_error():
+                length = max(len(tokens) for tokens in encoded) + sampling.max_new_tokens
+                _check_logprobs(n * len(prompts), length, body.logprobs)
+            scores = await self.backend.score_prompts(requests, body.logprobs)
+        call = self._call(requests, body, chat=False, logprobs=body.logprobs is not None, echo=echo, echo_tokens=scores)
         return await self._reply(call, request)
 
     async def chat(self, request: HTTPRequest) -> Any:
@@ -161,7 +176,7 @@ class OpenAIRoutes:
         with bad_request_on_error():
             room = max(1, self.max_length - len(tokens))  # the generator refuses a prompt that leaves no room
             sampling = body.sampling(room if limit is None else limit, body.top_logprobs or 0)
-            self._check_logprobs(n, sampling, asked=bool(body.logprobs))
+            _check_logprobs(n, sampling.max_new_tokens, body.top_logprobs or 0 if body.logprobs else None)
             adapter = self.backend.adapter_of(body.model)
             generation = Request(tuple(tokens), sampling, n=n, adapter=adapter, client=request.client)
             tools = None
@@ -203,16 +218,6 @@ class OpenAIRoutes:
             )
         return n
 
-    @staticmethod
-    def _check_logprobs(choices: int, sampling: SamplingParams, *, asked: bool) -> None:
-        """Refuses a request whose reply could be too large to be written while others wait."""
-        count = choices * sampling.max_new_tokens * (1 + sampling.top_logprobs)
-        if asked and count > MAX_LOGPROBS:
-            raise ValueError(
-                f"{choices} completion(s) of up to {sampling.max_new_tokens} tokens with {sampling.top_logprobs} "
-                f"likeliest ones have {count} log-probs; the limit is {MAX_LOGPROBS}. Ask for fewer, or set max_tokens."
-            )
-
     @cached_property
     def _max_characters(self) -> int:
         """The length of a text that has more tokens than fit, whatever they are."""
@@ -228,14 +233,16 @@ class OpenAIRoutes:
         logprobs: bool,
         tools: _Tools | None = None,
         echo: Sequence[str] = (),
+        echo_tokens: Sequence[ScoredTokens] = (),
     ) -> _Call:
         usage = body.stream_options is not None and body.stream_options.include_usage
         identity = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
-        return _Call(requests, chat, logprobs, bool(body.stream), usage, identity, int(time.time()), tools, echo)
+        created = int(time.time())
+        return _Call(requests, chat, logprobs, bool(body.stream), usage, identity, created, tools, echo, echo_tokens)
 
     async def _encode(
         self,
-        client: str,
+        client: tuple[str, ...],
         prompt: str | list[dict[str, Any]],
         options: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
@@ -249,7 +256,7 @@ class OpenAIRoutes:
                 400, f"the prompt has {length} characters, which are more than {self.max_length} tokens: shorten it."
             )
         try:
-            async with self._encoding.turn(client):
+            async with self._encoding.turn(client[0] if client else ""):
                 return await asyncio.to_thread(encoder.prompt, prompt, tools=list(tools))
         except Exception as error:  # a template may raise anything
             raise HTTPError(400, f"the prompt cannot be encoded: {error}") from error
@@ -270,8 +277,9 @@ class OpenAIRoutes:
         for index, completion in enumerate(completions):
             text, calls, reason = self._read(call, completion)
             message = {"role": "assistant", "content": text, "refusal": None} | ({"tool_calls": calls} if calls else {})
-            content = {"message": message} if call.chat else {"text": call.echoed(index) + (text or "")}
-            tokens = _Tokens(completion.tokens, completion.logprobs, completion.top_logprobs)
+            before, tokens = call.echoed(index)
+            content = {"message": message} if call.chat else {"text": before + (text or "")}
+            tokens += ScoredTokens(completion.tokens, completion.logprobs, completion.top_logprobs)
             choices.append(self._choice(call, index, content, tokens, reason))
         return choices
 
@@ -294,23 +302,19 @@ class OpenAIRoutes:
         stops = call.requests[0].sampling.stop
         n, total = call.requests[0].n, 0
         texts = [TextStream(self._tokenizer, stops) for _ in range(n * len(call.requests))]
-        unsent = [_Tokens([], [], []) for _ in texts]  # tokens without their text yet
-        starts: list[dict[str, Any]] = [{"text": call.echoed(index)} for index in range(len(texts) if call.echo else 0)]
+        unsent = [ScoredTokens()] * len(texts)  # tokens without their text yet
+        echoed = [call.echoed(index) for index in range(len(texts) if call.echo else 0)]
+        starts: list[tuple[dict[str, Any], ScoredTokens]] = [({"text": text}, tokens) for text, tokens in echoed]
         if call.chat:
-            starts = [{"delta": {"role": "assistant", "content": ""}}] * len(texts)
+            starts = [({"delta": {"role": "assistant", "content": ""}}, ScoredTokens())] * len(texts)
         async with contextlib.aclosing(self.backend.stream(call.requests, request.is_gone)) as stream:
             async for progress in stream:
-                for index, start in enumerate(starts):  # now that the request is accepted
-                    yield self._chunk(call, [self._choice(call, index, start, _Tokens([], [], []), None)])
+                for index, (start, tokens) in enumerate(starts):  # now that the request is accepted
+                    yield self._chunk(call, [self._choice(call, index, start, tokens, None)])
                 starts = []
                 index = progress.request_index * n + progress.index
                 total += len(progress.tokens)
-                new = unsent[index]
-                unsent[index] = _Tokens(
-                    [*new.ids, *progress.tokens],
-                    [*new.logprobs, *progress.logprobs],
-                    [*new.top, *progress.top_logprobs],
-                )
+                unsent[index] += ScoredTokens(progress.tokens, progress.logprobs, progress.top_logprobs)
                 text: str | None = None
                 calls: list[dict[str, Any]] = []
                 reason: str | None = None
@@ -325,7 +329,7 @@ class OpenAIRoutes:
                 change = {"content": piece} | ({"tool_calls": numbered} if calls else {})
                 content = {"delta": change} if call.chat else {"text": piece}
                 yield self._chunk(call, [self._choice(call, index, content, unsent[index], reason)])
-                unsent[index] = _Tokens([], [], [])
+                unsent[index] = ScoredTokens()
         if call.usage:
             yield self._chunk(call, []) | {"usage": _usage(call, total)}
 
@@ -334,7 +338,7 @@ class OpenAIRoutes:
         call: _Call,
         index: int,
         content: Mapping[str, Any],
-        tokens: _Tokens,
+        tokens: ScoredTokens,
         reason: str | None,
     ) -> dict[str, Any]:
         stated = self._logprobs(tokens, chat=call.chat) if call.logprobs else None
@@ -347,26 +351,40 @@ class OpenAIRoutes:
     def _body(self, call: _Call, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": call.identity, "object": kind, "created": call.created, "model": self.name, "choices": choices}
 
-    def _logprobs(self, tokens: _Tokens, *, chat: bool) -> dict[str, Any]:
+    def _logprobs(self, tokens: ScoredTokens, *, chat: bool) -> dict[str, Any]:
         texts = [self._token_bytes.text(token) for token in tokens.ids]
         if chat:
             entries = [
-                self._token(token, value) | {"top_logprobs": [self._token(*other) for other in top]}
+                self._token(token, value) | {"top_logprobs": [self._token(*other) for other in top or ()]}
                 for token, value, top in zip(
                     tokens.ids, tokens.logprobs, tokens.top or [()] * len(tokens.ids), strict=True
                 )
             ]
             return {"content": entries, "refusal": None}
-        values = [max(logprob, MIN_LOGPROB) for logprob in tokens.logprobs]
+        values = [None if logprob is None else max(logprob, MIN_LOGPROB) for logprob in tokens.logprobs]
         top = [
-            {self._token_bytes.text(other): max(value, MIN_LOGPROB) for other, value in place} for place in tokens.top
+            None
+            if place is None
+            else {self._token_bytes.text(other): max(value, MIN_LOGPROB) for other, value in place}
+            for place in tokens.top
         ]
         offsets = [0, *itertools.accumulate(map(len, texts))][: len(texts)]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top or None, "text_offset": offsets}
 
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
         text, value = self._token_bytes.text(token), self._token_bytes.of(token)
+        assert logprob is not None, "a prompt's, which is not echoed in chats"
         return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(value)}
+
+
+def _check_logprobs(choices: int, tokens: int, top: int | None) -> None:
+    """Refuses a request whose reply could be too large to be written while others wait."""
+    count = 0 if top is None else choices * tokens * (1 + top)
+    if count > MAX_LOGPROBS:
+        raise ValueError(
+            f"{choices} completion(s) of up to {tokens} tokens with {top} likeliest ones have {count} log-probs; the "
+            f"limit is {MAX_LOGPROBS}. Ask for fewer, or set max_tokens."
+        )
 
 
 def _call_body(call: ToolCall) -> dict[str, Any]:
