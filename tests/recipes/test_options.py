@@ -346,6 +346,17 @@ TESTED_ELSEWHERE = {
     "environment.overlong": "recipes/test_bad_starts.py::test_invalid_start_gives_one_line_error_and_writes_nothing",
     "environment.workers": "rollout/test_rewards.py::test_worker_results_equal_local_results_in_order",
     "environment.timeout": "rollout/test_rewards.py::test_fault_affects_only_its_own_sample",
+    **dict.fromkeys(
+        (
+            "environment.worker_limits",
+            *(f"environment.worker_limits.{name}" for name in ("memory_gib", "file_gib", "processes", "reply_mib")),
+        ),
+        "rollout/test_worker_limits.py::test_what_exceeds_a_limit_fails_its_own_call",
+    ),
+    **dict.fromkeys(
+        ("environment.worker_limits.secrets", "environment.worker_limits.secrets.*"),
+        "rollout/test_worker_limits.py::test_workers_get_no_secrets_but_those_that_are_named",
+    ),
     "environment.failed_reward": "rollout/test_rewards.py::test_fault_affects_only_its_own_sample",
     "environment.path": MULTI_TURN,
     "environment.prompt": MULTI_TURN,

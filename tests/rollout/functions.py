@@ -10,6 +10,7 @@ import stat
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -107,6 +108,36 @@ def start_session_and_hang(directory: str) -> None:
     done = subprocess.run(["sh", "-c", "setsid sleep 60 >&- & echo $!"], stdout=subprocess.PIPE, check=True)
     (Path(directory) / "pids").write_text(f"{os.getpid()} {child.pid} {int(done.stdout)}")
     time.sleep(60)
+
+
+def start_detached_session(directory: str) -> int:
+    """Leaves a process without parent, environment and session of its worker, and returns its id."""
+    script = "setsid sleep 600 >&- 2>&- & echo $!"
+    done = subprocess.run(["/bin/sh", "-c", script], stdout=subprocess.PIPE, check=True, env={"PATH": "/usr/bin:/bin"})
+    return int(done.stdout)
+
+
+def use(what: str, amount: int) -> Any:
+    """Uses an amount of something that is limited."""
+    if what == "parent":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
+    if what == "reply":
+        return "x" * amount
+    if what == "memory":
+        return len(bytearray(amount))
+    if what == "file":
+        with tempfile.TemporaryFile() as file:
+            file.truncate(amount)
+    if what == "processes":
+        for _ in range(amount):
+            subprocess.Popen(["sleep", "600"])
+        time.sleep(600)
+    return "done"
+
+
+def read_variables(*names: str) -> list[str]:
+    return [os.environ[name] for name in names]
 
 
 def process_id(*_: Any) -> int:

@@ -38,7 +38,7 @@ class WorkerActor:
         try:
             os.chdir(directory)  # the function may be named by a relative path
             self.pool = ProcessPool(function, name, 1, timeout)
-        except (WorkerError, OSError) as error:
+        except (ValueError, OSError) as error:  # also a WorkerError
             return str(error)
         return ""
 

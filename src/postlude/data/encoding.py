@@ -125,7 +125,7 @@ class ChunkEncoder:
 def _encode_in_processes(
     function: ChunkEncoder, chunks: Sequence[tuple[Any, ...]], processes: int
 ) -> Iterator[EncodedChunk]:
-    pool = open_pool(function, count=processes, timeout=CHUNK_TIMEOUT)
+    pool = open_pool(function, count=processes, timeout=CHUNK_TIMEOUT, limits=None)
     call_ids: deque[int] = deque()
     try:
         for number, (_, names, _) in enumerate(chunks):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from postlude.pool.limits import DEFAULT_LIMITS, WorkerLimits
 from postlude.pool.process_pool import WORKER_VARIABLE, ProcessPool
 from postlude.pool.worker import prepare
 from postlude.pool.worker_pool import InlinePool, PoolFactory, WorkerError, WorkerPool
@@ -23,6 +24,7 @@ def open_pool(
     timeout: float,
     pool_factory: PoolFactory | None = None,
     name: str | None = None,
+    limits: WorkerLimits | None = DEFAULT_LIMITS,
 ) -> WorkerPool:
     """Opens a pool of `count` workers that call `function`. With count=0 this process calls it, without a time limit.
 
@@ -30,7 +32,8 @@ def open_pool(
     each worker before the first call. It should depend on its arguments alone, since any worker may get any call;
     hashes are equal in all workers. A call that takes more than `timeout` seconds is ended with its process and all
     processes it started. `pool_factory` opens a pool elsewhere; by default workers are processes on this machine.
-    `name` is what messages call the function; by default its own.
+    `name` is what messages call the function; by default its own. `limits` is what workers may use; None, for code of
+    ours, lets them use all that this process may, and gives them its whole environment.
     """
     if count < 0:
         raise ValueError(f"workers is {count}, but the minimum is 0: call the function in this process.")
@@ -44,11 +47,13 @@ def open_pool(
             f"a worker process is about to start workers of its own for {name}. A file with a function for "
             f'workers is run in each: put what it does itself under `if __name__ == "__main__":`.'
         )
-    return (pool_factory or ProcessPool)(pack_function(function, name), name, count, timeout)
+    return (pool_factory or ProcessPool)(pack_function(function, name, limits), name, count, timeout)
 
 
-def pack_function(function: str | Callable[..., Any], name: str | None = None) -> bytes:
-    """Packs a function for workers: pickled, by its file, or both, with this process's import path."""
+def pack_function(
+    function: str | Callable[..., Any], name: str | None = None, limits: WorkerLimits | None = DEFAULT_LIMITS
+) -> bytes:
+    """Packs a function for workers: pickled, by its file, or both, with this process's import path and their limits."""
     file = function if isinstance(function, str) else function_file(function)
     pickled: bytes | None = None
     if not isinstance(function, str) and getattr(function, "__module__", None) != "__main__":
@@ -60,7 +65,7 @@ def pack_function(function: str | Callable[..., Any], name: str | None = None) -
         except UserCodeError as error:
             raise WorkerError(f"{name or function_name(function)}: {error} Or use workers=0.") from error
     sys_path = [path or str(Path.cwd()) for path in sys.path]
-    return pickle.dumps({"sys_path": sys_path, "pickled": pickled, "file": file})
+    return pickle.dumps({"sys_path": sys_path, "pickled": pickled, "file": file, "limits": limits})
 
 
 def function_name(function: str | Callable[..., Any]) -> str:

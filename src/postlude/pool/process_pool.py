@@ -1,14 +1,15 @@
 """ProcessPool: workers that are processes on this machine.
 
 Written here because no library covers all of this: a call that hangs is ended with its process and every process it
-started, in other sessions too; what a function writes to the worker's pipe is not taken for a result; results are JSON,
-so that code a model wrote cannot reach the trainer through pickle; hashes are equal in all workers.
+started, in other sessions too (`supervisor.py`); what a function writes to the worker's pipe is not taken for a result;
+results are JSON, so that code a model wrote cannot reach the trainer through pickle; hashes are equal in all workers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import pickle
 import secrets
@@ -19,17 +20,21 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from postlude.pool import worker
+from postlude.pool.limits import WorkerLimits
+from postlude.pool.supervisor import TOO_MANY_PROCESSES
 from postlude.pool.worker_pool import START_LIMIT, CallResult, WorkerError, WorkerPool
 
-WORKER_VARIABLE = "POSTLUDE_WORKER"  # an environment variable that names a worker; processes it starts inherit it
+LOG = logging.getLogger("postlude")
+WORKER_VARIABLE = "POSTLUDE_WORKER"  # an environment variable of workers; processes they start inherit it
 HEADER = struct.Struct("!i")  # the size before each reply, as Connection.send_bytes writes it
-MAX_REPLY_BYTES = 1 << 30
-SCRIPT = "import sys; sys.path.insert(0, sys.argv[1]); from postlude.pool.worker import main; main()"
+END_LIMIT = 30.0  # seconds for a supervisor to end all processes of its worker
+SCRIPT = "import sys; sys.path.insert(0, sys.argv[1]); from postlude.pool.supervisor import main; main()"
 
 
 class ProcessPool(WorkerPool):
@@ -40,8 +45,10 @@ class ProcessPool(WorkerPool):
         self.function, self.timeout = function, timeout
         read, write = os.pipe()
         self.wake_receiver, self.wake_sender = Connection(read, writable=False), Connection(write, readable=False)
-        self.processes = [_WorkerProcess(function, timeout) for _ in range(count)]
+        self.processes: list[_WorkerProcess] = []
         try:
+            for _ in range(count):
+                self.processes.append(_WorkerProcess(function, timeout))
             for process in self.processes:
                 while not process.ready:
                     wait([process.replies], max(0.0, process.deadline - time.monotonic()))
@@ -132,7 +139,12 @@ class _WorkerProcess:
         self.ready = False
         self.since = 0.0  # when its current call began
         self.deadline = time.monotonic() + START_LIMIT
-        self.secret, self.label = secrets.token_hex(), secrets.token_hex()
+        self.secret = secrets.token_hex()
+        packed = pickle.loads(function)
+        self.limits: WorkerLimits | None = packed["limits"]
+        self.removed = frozenset() if self.limits is None else self.limits.removed(os.environ)
+        self.max_reply_bytes = worker.max_reply_bytes(self.limits)
+        max_processes = 0 if self.limits is None else self.limits.processes
         self.received = bytearray()  # the beginning of a reply that is not complete
         self.ended = self.forged = False
         calls_read, calls_write = os.pipe()
@@ -140,27 +152,28 @@ class _WorkerProcess:
         self.calls = Connection(calls_write, readable=False)
         self.replies = Connection(replies_read, writable=False)
         os.set_blocking(replies_read, False)
+        variables = {name: value for name, value in os.environ.items() if name not in self.removed}
         source = str(Path(worker.__file__).parents[2])
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", SCRIPT, source, str(calls_read), str(replies_write), str(timeout)],
+                [sys.executable, "-P", "-c", SCRIPT, source, str(calls_read), str(replies_write), str(max_processes)],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a function prints is not ours to write to stdout
                 pass_fds=(calls_read, replies_write),
-                env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONHASHSEED": "0", WORKER_VARIABLE: self.label},
-                start_new_session=True,  # so that `end` reaches what it starts
+                env={"OMP_NUM_THREADS": "1", **variables, "PYTHONHASHSEED": "0", WORKER_VARIABLE: "1"},
+                start_new_session=True,  # Ctrl-C is for the trainer, which ends it
             )
         finally:
             os.close(calls_read)
             os.close(replies_write)
         with contextlib.suppress(BrokenPipeError):  # then it never becomes ready
-            self.calls.send_bytes(pickle.dumps({**pickle.loads(function), "secret": self.secret}))
+            self.calls.send_bytes(pickle.dumps({**packed, "secret": self.secret}))
 
     def check_started(self, name: str) -> None:
         """Sets `ready` once the function is loaded. Raises if it cannot be."""
         for reply in self.receive():
             if "error" in reply:
-                raise WorkerError(f"{name} cannot be loaded: {reply['error']}")
+                raise WorkerError(f"{name} cannot be loaded: {self._explained(reply['error'])}")
             self.ready = True
         if not self.ready and self.ended:
             raise WorkerError(f"{name} cannot be loaded: it {self.end_description()}.")
@@ -182,7 +195,7 @@ class _WorkerProcess:
         while len(self.received) >= HEADER.size:
             (size,) = HEADER.unpack_from(self.received)
             end = HEADER.size + size
-            plausible = 0 <= size <= MAX_REPLY_BYTES
+            plausible = 0 <= size <= self.max_reply_bytes
             if plausible and len(self.received) < end:
                 break
             reply = _parse(bytes(self.received[HEADER.size : end])) if plausible else {}
@@ -212,9 +225,16 @@ class _WorkerProcess:
             if not self.sent or reply.get("id") != self.sent[0]:
                 self.forged = True
                 return False
-            results[self.sent.popleft()] = CallResult.of(reply)
+            result = CallResult.of(reply)
+            results[self.sent.popleft()] = replace(result, error=self._explained(result.error))
             self.deadline = time.monotonic() + self.timeout
         return not self.ended
+
+    def _explained(self, error: str | None) -> str | None:
+        """Returns an error with what to do if it names a variable that workers do not get."""
+        missing = next((name for name in sorted(self.removed) if error and name in error), None)
+        hint = f" (workers do not get {missing}, a secret, unless worker_limits.secrets names it)"
+        return error if missing is None else f"{error}{hint}"
 
     def end_description(self) -> str:
         """Returns the end of a sentence about the process."""
@@ -224,36 +244,25 @@ class _WorkerProcess:
             code = self.process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
             return "closed the pipe of its worker process"
+        if code == TOO_MANY_PROCESSES and self.limits is not None:
+            return f"had more than {self.limits.processes} processes (worker_limits.processes), and was ended"
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended its process with exit code {code}"
 
     def end(self) -> None:
-        """Kills the process and everything it started, in other sessions too."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        while descendants := _descendants(self.label, self.process.pid):
-            for pid in descendants:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-        self.process.wait()
-        self.calls.close()
+        """Ends the process and everything it started, in other sessions too."""
+        self.calls.close()  # which its supervisor sees
+        try:
+            self.process.wait(END_LIMIT)
+        except subprocess.TimeoutExpired:
+            LOG.warning("processes of a worker could not be ended in %g s, and may remain.", END_LIMIT)
+            self.process.kill()
+            self.process.wait()
         self.replies.close()
 
 
 def _parse(frame: bytes) -> dict[str, Any]:
     try:
         reply = json.loads(frame)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return reply if isinstance(reply, dict) else {}
-
-
-def _descendants(label: str, worker_pid: int) -> list[int]:
-    """Returns the processes, but for the worker, whose environment has its label; none without /proc."""
-    mark = f"{WORKER_VARIABLE}={label}".encode()
-    pids = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        if int(entry.name) != worker_pid:
-            with contextlib.suppress(OSError):
-                if mark in (entry / "environ").read_bytes():
-                    pids.append(int(entry.name))
-    return pids

@@ -10,15 +10,15 @@ import contextlib
 import json
 import os
 import pickle
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+from postlude.pool.limits import WorkerLimits
 from postlude.user_code import describe_error, load_callable
 
-GRACE = 5.0  # seconds past the time limit after which a worker ends itself, in case the trainer is gone
+MAX_REPLY_BYTES = 1 << 30  # of workers without limits
 
 
 def prepare(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,19 +78,31 @@ def _load(packed: Mapping[str, Any]) -> Callable[..., Any]:
     return prepare(load_callable(packed["file"]))
 
 
-def serve(calls: Connection, replies: Connection, timeout: float) -> None:
+def max_reply_bytes(limits: WorkerLimits | None) -> int:
+    """Returns the size of the largest reply."""
+    return MAX_REPLY_BYTES if limits is None else int(limits.reply_mib * (1 << 20))
+
+
+def serve(calls: Connection, replies: Connection) -> None:
     """Makes calls until the pool closes the pipe.
 
     Each reply has the id of its call and a secret that only this process was sent, so that nothing else written to the
     pipe is taken for a reply. Code that looks for the secret in this process can find it: this is no sandbox.
     """
     packed = pickle.loads(calls.recv_bytes())
-    secret = packed.pop("secret")
+    secret, limits = packed.pop("secret"), packed.pop("limits")
+    largest = max_reply_bytes(limits)
 
-    def send(reply: Mapping[str, Any]) -> None:
-        replies.send_bytes(json.dumps({**reply, "secret": secret}).encode())
+    def send(reply: Mapping[str, Any], **identity: Any) -> None:
+        data = json.dumps({**reply, **identity, "secret": secret}).encode()
+        if len(data) > largest:
+            message = f"its result has {len(data)} bytes, but the limit is {largest} (worker_limits.reply_mib)"
+            data = json.dumps({"failure": "invalid", "error": message, **identity, "secret": secret}).encode()
+        replies.send_bytes(data)
 
     try:
+        if limits is not None:
+            limits.apply()
         function = _load(packed)
     except BaseException as error:
         is_message = isinstance(error, ValueError | FileNotFoundError | AttributeError | TypeError | ImportError)
@@ -103,16 +115,4 @@ def serve(calls: Connection, replies: Connection, timeout: float) -> None:
         except EOFError:
             return
         for call_id, arguments in batch:
-            # If the trainer is gone when a call hangs, this alarm ends the worker, even inside C code.
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, timeout + GRACE)
-            reply = call_function(function, arguments)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            send({**reply, "id": call_id})
-
-
-def main() -> None:
-    """Runs a worker. Its command line ends with two pipe descriptors and the time limit."""
-    calls, replies, timeout = sys.argv[-3:]
-    with contextlib.suppress(BrokenPipeError):  # the trainer was killed, so no process waits for a reply
-        serve(Connection(int(calls), writable=False), Connection(int(replies), readable=False), float(timeout))
+            send(call_function(function, arguments), id=call_id)

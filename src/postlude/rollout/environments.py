@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from postlude.data.chat import Prompt
 from postlude.data.chat_template import Message
+from postlude.pool.limits import DEFAULT_LIMITS, WorkerLimits
 from postlude.pool.open_pool import function_name, open_pool
 from postlude.pool.worker_pool import CallResult, PoolFactory
 from postlude.rollout.episode import AssistantTurn, Episode
@@ -215,11 +216,12 @@ class MultiTurn(TurnEnvironment):
         workers: int = 4,
         timeout: float = 30.0,
         pool_factory: PoolFactory | None = None,
+        worker_limits: WorkerLimits = DEFAULT_LIMITS,
         **turns: Any,
     ) -> None:
         """Opens the pool. `turns` are the settings of a `TurnEnvironment`."""
         super().__init__(tasks, function_name(reply), **turns)
-        self.pool = open_pool(reply, count=workers, timeout=timeout, pool_factory=pool_factory)
+        self.pool = open_pool(reply, count=workers, timeout=timeout, pool_factory=pool_factory, limits=worker_limits)
         self._finalizer = weakref.finalize(self, self.pool.close)
 
     @property

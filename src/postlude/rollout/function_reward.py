@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from postlude.pool.limits import DEFAULT_LIMITS, WorkerLimits
 from postlude.pool.open_pool import function_file, function_name, open_pool
 from postlude.pool.worker import to_json
 from postlude.pool.worker_pool import CallResult, PoolFactory, WorkerPool
@@ -44,6 +45,7 @@ class FunctionReward(FailureCounter, Reward):
         timeout: float = 30.0,
         failed_reward: float | None = None,
         pool_factory: PoolFactory | None = None,
+        worker_limits: WorkerLimits = DEFAULT_LIMITS,
     ) -> None:
         super().__init__(function_name(function), failed_reward)
         if batch_size < 1:
@@ -53,7 +55,12 @@ class FunctionReward(FailureCounter, Reward):
         self.group, self.batch_size = group, batch_size
         self._call = RewardCall(function, group)
         self._pool: WorkerPool = open_pool(
-            self._call, count=workers, timeout=timeout, pool_factory=pool_factory, name=self.name
+            self._call,
+            count=workers,
+            timeout=timeout,
+            pool_factory=pool_factory,
+            name=self.name,
+            limits=worker_limits,
         )
         self._coroutines = CoroutinePool(self.name, timeout, concurrency)
         self._call_ids = itertools.count()

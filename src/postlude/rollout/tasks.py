@@ -145,7 +145,7 @@ class ReasoningGym:
             if reserved in self.config:
                 raise ValueError(f'config has "{reserved}", which is an argument of its own. Move it there.')
         self._pages: dict[int, list[dict[str, Any]]] = {}
-        self._pool = open_pool(GymEntries(name, self.config, seed, size), count=1, timeout=PAGE_TIMEOUT)
+        self._pool = open_pool(GymEntries(name, self.config, seed, size), count=1, timeout=PAGE_TIMEOUT, limits=None)
         self._finalizer = weakref.finalize(self, self._pool.close)
 
     def __len__(self) -> int:

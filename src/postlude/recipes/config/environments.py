@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from postlude.checks import Positive
 from postlude.data.tool_calls import load_format
+from postlude.pool.limits import DEFAULT_LIMITS, WorkerLimits
 from postlude.pool.worker_pool import PoolFactory
 from postlude.recipes.config.data import DatasetPath
 from postlude.recipes.config.rewards import (
@@ -64,6 +65,8 @@ class ReasoningGymSettings(RewardSettings):
     """System message before the question. Not used with a template."""
     workers: NonNegativeInt = 0
     """Worker processes that compute rewards; 0 computes them in rank 0."""
+    worker_limits: WorkerLimits = DEFAULT_LIMITS
+    """What worker processes may use."""
 
     def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
         """Returns the environment. `pool_factory` makes its reward workers."""
@@ -76,7 +79,9 @@ class ReasoningGymSettings(RewardSettings):
             system=self.system,
             template=self.template,
         )
-        calls = RewardCalls(self.workers, self.timeout, self.failed_reward, pool_factory)
+        calls = RewardCalls(
+            self.workers, self.timeout, self.failed_reward, pool_factory, worker_limits=self.worker_limits
+        )
         return SingleTurn(gym, calls.function(gym.reward()))
 
 
@@ -105,6 +110,8 @@ class RewardWorkerSettings(Settings):
 
     workers: NonNegativeInt = 4
     """Worker processes that compute rewards."""
+    worker_limits: WorkerLimits = DEFAULT_LIMITS
+    """What worker processes may use."""
 
 
 class TurnSettings(RewardSettings):
@@ -143,7 +150,9 @@ class DatasetSettings(PromptSettings, RewardWorkerSettings):
 
     def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
         """Returns the environment. `pool_factory` makes its reward workers."""
-        calls = RewardCalls(self.workers, self.timeout, self.failed_reward, pool_factory, self.answer)
+        calls = RewardCalls(
+            self.workers, self.timeout, self.failed_reward, pool_factory, self.answer, self.worker_limits
+        )
         if self.reward is not None:
             return SingleTurn(self.tasks(), calls.function(self.reward))
         tasks, rewards = self.tasks(), dict[str, Weighted]()
@@ -181,8 +190,12 @@ class ConversationSettings(PromptSettings, RewardWorkerSettings, TurnSettings):
 
     def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
         """Returns the environment. `pool_factory` makes its reward workers."""
-        options = {"workers": self.workers, "pool_factory": pool_factory, **self.turn_options}
-        return MultiTurn(self.tasks(), self.reply, **options)
+        workers: dict[str, Any] = {
+            "workers": self.workers,
+            "worker_limits": self.worker_limits,
+            "pool_factory": pool_factory,
+        }
+        return MultiTurn(self.tasks(), self.reply, **workers, **self.turn_options)
 
 
 class ToolSettings(PromptSettings, RewardWorkerSettings, TurnSettings):
@@ -206,8 +219,12 @@ class ToolSettings(PromptSettings, RewardWorkerSettings, TurnSettings):
             )
         load_format(self.format)  # raises if there is none
         reply = ToolReply(self.tools, built_in(self.reward, self.answer), self.format)
-        options = {"workers": self.workers, "pool_factory": pool_factory, **self.turn_options}
-        environment = MultiTurn(tasks, reply, **options)
+        workers: dict[str, Any] = {
+            "workers": self.workers,
+            "worker_limits": self.worker_limits,
+            "pool_factory": pool_factory,
+        }
+        environment = MultiTurn(tasks, reply, **workers, **self.turn_options)
         environment.template_options = {"tools": [tool_schema(name, function) for name, function in tools.items()]}
         return environment
 

@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from postlude.checks import Finite, NonNegative, Positive
 from postlude.options import DeviceKind
+from postlude.pool.limits import DEFAULT_LIMITS, WorkerLimits
 from postlude.pool.worker_pool import PoolFactory
 from postlude.recipes.config.schema import InputPath, Settings, TaggedUnion
 from postlude.rollout.function_reward import FunctionReward
@@ -32,6 +33,7 @@ class RewardCalls:
     pool_factory: PoolFactory | None = None
     answer: str = ANSWER
     """The column that built-in rewards compare with."""
+    worker_limits: WorkerLimits = DEFAULT_LIMITS
 
     def function(self, reward: str | Callable[..., Any], **options: Any) -> Reward:
         """Returns the reward of a function, of path/to/file.py:name, or of the name of a built-in one."""
@@ -41,6 +43,7 @@ class RewardCalls:
             timeout=options.pop("timeout", None) or self.timeout,
             failed_reward=self.failed_reward,
             pool_factory=self.pool_factory,
+            worker_limits=self.worker_limits,
             **options,
         )
 

@@ -57,10 +57,13 @@ MAY_CHANGE = (
     "file_changes",
     "code_changes",  # its earlier name
     "environment.workers",
+    "environment.worker_limits",
     "environment.timeout",
     "data.environment.workers",
+    "data.environment.worker_limits",
     "data.environment.timeout",
     "evaluation.sets.*.environment.workers",
+    "evaluation.sets.*.environment.worker_limits",
     "evaluation.sets.*.environment.timeout",
     *(
         f"environment.rewards.*.{name}"

@@ -1,0 +1,110 @@
+"""The supervisor of a worker process: starts the worker, and ends every process that comes of it.
+
+A process whose parent has ended becomes a child of the supervisor, whatever its session and environment (Linux). So it
+ends them all: when the worker ends, when the pool closes the pipe of calls, and when the trainer is gone. It also
+stands between worker and trainer, so that a call that kills its parent does not kill the trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from postlude.pool.worker import serve
+
+SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # options of Linux' prctl
+TOO_MANY_PROCESSES = 125  # the exit code of a supervisor whose worker had more processes than its limit
+COUNT_INTERVAL = 0.5  # seconds between two counts of processes
+
+
+def main() -> None:
+    """Runs a worker under this process. The command line ends with two pipe descriptors and the limit of processes."""
+    calls, replies, max_processes = map(int, sys.argv[-3:])
+    _prctl(SET_CHILD_SUBREAPER, 1)
+    wake_receiver, wake_sender = os.pipe()
+    os.set_blocking(wake_sender, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_sender, warn_on_full_buffer=False)
+    supervisor = os.getpid()
+    worker = os.fork()
+    if worker == 0:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.close(wake_receiver)
+        os.close(wake_sender)
+        os.setsid()  # so that a signal to its own group does not reach the supervisor
+        _prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() == supervisor:
+            with contextlib.suppress(BrokenPipeError):  # the trainer was killed, so no process waits for a reply
+                serve(Connection(calls, writable=False), Connection(replies, readable=False))
+        return
+    os.close(replies)
+    poller = select.poll()
+    poller.register(calls, 0)  # reports that the other end was closed
+    poller.register(wake_receiver, select.POLLIN)
+    exit_codes: dict[int, int] = {}  # by process
+    too_many = False
+    while worker not in exit_codes and not too_many:
+        events = dict(poller.poll(1000 * COUNT_INTERVAL if max_processes else None))
+        if wake_receiver in events:
+            os.read(wake_receiver, 1 << 16)
+        _reap(exit_codes)
+        too_many = bool(max_processes) and len(_descendants(supervisor)) > max_processes
+        if calls in events:
+            break
+    code = TOO_MANY_PROCESSES if too_many else exit_codes.get(worker, 0)
+    _end_descendants(worker, exit_codes)
+    if code < 0:  # ends as the worker ended
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(supervisor, -code)
+    os._exit(code)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _reap(exit_codes: dict[int, int]) -> bool:
+    """Collects the exit codes of children that have ended. Returns whether there are others."""
+    try:
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            exit_codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _end_descendants(worker: int, exit_codes: dict[int, int]) -> None:
+    """Kills the worker's group and all descendants, again and again until none is left: they may start others."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(worker, signal.SIGKILL)
+    while _reap(exit_codes):
+        for pid in _descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.001)
+
+
+def _descendants(ancestor: int) -> list[int]:
+    """Returns the processes below one; none without /proc."""
+    descendants, unvisited = list[int](), [ancestor]
+    while unvisited:
+        children: list[int] = []
+        with contextlib.suppress(OSError):  # it has ended
+            for file in Path(f"/proc/{unvisited.pop()}/task").glob("*/children"):
+                with contextlib.suppress(OSError):
+                    children += map(int, file.read_text().split())
+        descendants += children
+        unvisited += children
+    return descendants
