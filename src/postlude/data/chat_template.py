@@ -97,7 +97,7 @@ class ChatTemplate:
         check_template_ends(source)
         with as_encoding_error("the chat template fails"):
             rendered: Any = render_jinja_template(
-                [[dict(message) for message in messages]],
+                [[_with_reasoning_key(message, source) for message in messages]],
                 chat_template=source,
                 **{**self.tokenizer.special_tokens_map, **self._settings(tools), **options},
             )
@@ -338,6 +338,13 @@ def reasoning_of(message: Message) -> str:
             return str(message[key]).strip()
     reasoning = (message.get("content") or "").rpartition(CLOSE)[0]
     return (reasoning.partition(OPEN)[2] if OPEN in reasoning else reasoning).strip()
+
+
+def _with_reasoning_key(message: Message, source: str) -> dict[str, Any]:
+    """Returns a message whose reasoning is under a key that the template reads. transformers before 5.23 adds none."""
+    keys = [key for key in REASONING_KEYS if re.search(rf"\b{key}\b", source)]
+    own = next((key for key in REASONING_KEYS if isinstance(message.get(key), str)), None)
+    return {**message} if own is None or not keys or own in keys else {**message, keys[0]: message[own]}
 
 
 def _reasoning_and_answer(message: Message) -> tuple[str, str]:

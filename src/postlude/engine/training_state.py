@@ -90,7 +90,8 @@ class TrainingState:
     def count_step(self, finite: bool) -> None:
         """Counts a step, before its gradients are freed. A step with a non-finite gradient norm counts as skipped."""
         self.step, self.skipped = self.step + finite, self.skipped + (not finite)
-        self.steps_without_gradients += not self.has_gradients
+        own = any(parameter.grad is not None for parameter in self.parameters.values())  # a caller may set them
+        self.steps_without_gradients += not (self.has_gradients or own)
 
     def set_optimizer(self, optimizer: OptimizerConfig) -> None:
         """Replaces the optimizer, and resets the moments and the schedule. Split weights keep their low bits."""
