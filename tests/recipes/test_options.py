@@ -361,6 +361,13 @@ TESTED_ELSEWHERE = {
     "environment.path": MULTI_TURN,
     "environment.prompt": MULTI_TURN,
     "environment.reply": MULTI_TURN,
+    **{
+        f"{within}.{name}": "recipes/test_rewards.py::test_evaluation_has_its_own_sampling_parameters"
+        for within in ("evaluation", "sets.*")
+        for name in ("max_new_tokens", *FILTERS)
+    },
+    "evaluation.at_start": "recipes/test_rewards.py::test_evaluation_at_the_start_may_be_left_out",
+    "held_out.at_start": "recipes/test_rewards.py::test_evaluation_at_the_start_may_be_left_out",
     "environment.answer": "recipes/test_rewards.py::test_answers_may_be_in_another_column",
     "environment.max_turns": MULTI_TURN,
     "environment.unfinished_reward": MULTI_TURN,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from postlude.generate.sampling_params import SamplingParams
 from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs, preflight
 from postlude.recipes.config.environments import DatasetSettings
 from postlude.recipes.config.load import ConfigError, describe, load
@@ -17,7 +18,7 @@ from postlude.recipes.config.recipe_configs import EvalConfig
 from postlude.recipes.grpo import GRPOTrainer, checks
 from postlude.recipes.registry import RECIPES
 from postlude.recipes.report.metrics import explain
-from postlude.recipes.rollouts.evaluation_sets import EvaluatedTasks, evaluation_metrics
+from postlude.recipes.rollouts.evaluation_sets import EvaluatedTasks, EvaluationSet, evaluation_metrics
 from postlude.recipes.run.config_changes import MAY_CHANGE, is_covered
 from postlude.recipes.trainer import run_training
 from postlude.rollout.conversations import Trajectory
@@ -162,6 +163,8 @@ def evaluated(group: Any, directory: str) -> None:
             ["--evaluation.sets.half.temperature=0"],
             r'"evaluation\.sets\.half" .*samples_per_prompt is 2, but temperature',
         ),
+        (["--evaluation.top_p=0.5"], "top_p is 0.5, but temperature is 0, which always takes the likeliest token"),
+        (["--evaluation.max_new_tokens=127"], r"evaluation\.max_new_tokens is 127, which leaves no room for a prompt"),
         (["--evaluation.every=0"], "sets has half, exact, but every is 0, which evaluates nothing"),
         (
             ["--evaluation.sets.reward.environment.kind=reasoning_gym", "--evaluation.sets.reward.environment.task=x"],
@@ -204,6 +207,53 @@ def test_answers_may_be_in_another_column(tmp_path: Path, reward: str) -> None:
         absent.build(seed=0)
 
 
+OWN_SAMPLING = {"temperature": 0.5, "max_new_tokens": 100, "top_k": 7, "top_p": 0.5, "min_p": 0.25, "stop": ("!",)}
+
+
+def sample_for_evaluation(group: Any, directory: str) -> list[SamplingParams]:
+    """Returns the sampling parameters of the held-out tasks, of a set, and of training."""
+    words = [f"--{path}.{name}={value}" for path in ("evaluation", SET) for name, value in OWN_SAMPLING.items()]
+    words = [word.replace("('!',)", "['!']") for word in words]
+    config = load(GRPOConfig, write_files(Path(directory)), ["--sampling.stop_tokens=[9]", *words])
+    with closing(GRPOTrainer(config, "cpu")) as trainer:
+        sampler, tasks = trainer.rollout_sampler, trainer.environments[""].tasks
+        held_out = EvaluationSet("", None, [tasks[0]], config.evaluation)
+        groups = [*held_out.groups(sampler, 0), trainer.evaluation_sets[0].groups(sampler, 0)[0]]
+        assert [group.source.encoder.max_length for group in groups] == [28, 28]
+        return [group.sampling for group in (*groups, sampler.make_group(tasks[0], 0, 1, step=0))]
+
+
+SET = "evaluation.sets.half"
+
+
+def test_evaluation_has_its_own_sampling_parameters(ranks: Ranks, tmp_path: Path) -> None:
+    ((*evaluated_params, trained),) = ranks(1, sample_for_evaluation, str(tmp_path))
+    for params in evaluated_params:
+        assert {name: getattr(params, name) for name in OWN_SAMPLING} == OWN_SAMPLING
+        assert params.stop_tokens == trained.stop_tokens != (), "what ends a turn is the same"
+    assert (trained.max_new_tokens, trained.temperature, trained.top_k, trained.stop) == (4, 1.0, 0, ())
+
+
+def test_requests_of_an_evaluation_are_checked_with_its_length(tmp_path: Path) -> None:
+    config = load(GRPOConfig, write_files(tmp_path), ["--evaluation.max_new_tokens=120"])
+    inputs = PreflightInputs(config, LaunchInfo())
+    with pytest.raises(ValueError, match="cannot be reached"):  # the judge
+        preflight(checks(inputs))
+    assert inputs.max_request(config.sampling)[0] == inputs.longest_prompt + 120
+    config = load(GRPOConfig, write_files(tmp_path), ["--evaluation.max_new_tokens=125"])
+    with pytest.raises(ValueError, match="leaves 3"):
+        preflight(checks(PreflightInputs(config, LaunchInfo())))
+
+
+def test_evaluation_at_the_start_may_be_left_out() -> None:
+    trainer = object.__new__(GRPOTrainer)
+    trainer.evaluate_every, trainer.warm_start_steps, trainer.total_steps = 4, 3, 13
+    steps = range(trainer.total_steps + 1)
+    assert [step for step in steps if trainer.evaluates_after(step)] == [3, 7, 11, 13]
+    trainer.evaluate_at_start = False
+    assert [step for step in steps if trainer.evaluates_after(step)] == [7, 11, 13]
+
+
 def test_several_samples_at_temperature_0_are_refused_in_an_evaluation() -> None:
     with pytest.raises(ConfigError, match=r"samples_per_prompt is 4, but sampling\.temperature is 0"):
         load(EvalConfig, None, ["--samples_per_prompt=4"])
@@ -216,7 +266,7 @@ def test_preflight_calls_every_reward_and_every_set(tmp_path: Path) -> None:
     config = load(GRPOConfig, file, ["--environment.rewards.judge.retries=0"])
     with pytest.raises(ValueError, match="cannot be reached") as error:
         preflight(checks(PreflightInputs(config, LaunchInfo())))
-    assert "always returned 'half', but a reward is a number" in str(error.value)
+    assert "always returned 'half' for line 1 of half.jsonl, but a reward is a number" in str(error.value)
     assert "That was a trial on line 1 of half.jsonl" in str(error.value)
 
 

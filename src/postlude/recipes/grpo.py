@@ -75,7 +75,7 @@ class GRPOTrainer(Trainer):
         super().__init__(config, device, initial_optimizer, runtime)
         self.warm_start_steps = config.warm_start.steps
         self.total_steps = self.warm_start_steps + config.steps
-        self.evaluate_every = config.evaluation.every
+        self.evaluate_every, self.evaluate_at_start = config.evaluation.every, config.evaluation.at_start
         self.reference: Reference | Engine | None = None
         self.objective: Objective = build_objective(config.objective)
         with self.close_on_error():

@@ -59,6 +59,7 @@ class SupervisedTrainer(Trainer, Generic[Row]):
         if optimizer != config.optimizer:  # the length of the schedule is known only now
             self.engine.set_optimizer(optimizer)
         self.evaluate_every = config.held_out.every if config.held_out.rows else 0
+        self.evaluate_at_start = config.held_out.at_start
 
     def open_rows(self) -> RowSource[Row]:
         """Returns the rows to train on: those of the dataset, or of several."""

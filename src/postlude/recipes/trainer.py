@@ -91,6 +91,8 @@ class Trainer(ABC):
     """The run ends after this step."""
     evaluate_every: int = 0
     """Steps between evaluations; 0 for none. The first is before the recipe's own steps, and the last at the end."""
+    evaluate_at_start: bool = True
+    """Whether there is an evaluation before the recipe's own steps."""
     warm_start_steps: int = 0
     """SFT steps before the recipe's own steps."""
     loss_column: str = MASK
@@ -249,7 +251,7 @@ class Trainer(ABC):
         if checkpoint is None:
             norm = self.engine.weight_norm()
             self.initial_weight_norm = self.health.check_initial_weights(norm, self.config.model)
-            if self._evaluation_is_due() and (metrics := self._evaluate()):
+            if self.evaluates_after(self.step) and (metrics := self._evaluate()):
                 self.run.log(0, metrics | self.timer.take(), phase="start")  # the evaluation before the first step
         elif self.unlogged_step is not None:
             if on_rank0(lambda: any(line["step"] == step for line in read_metrics(self.run.path))):
@@ -315,7 +317,7 @@ class Trainer(ABC):
         self.run.log_layers(self.step, self.layer_vectors)
         every = self.config.save_every
         save_due = self.step == self.total_steps or bool(every and self.step % every == 0)
-        if self._evaluation_is_due():
+        if self.evaluates_after(self.step):
             self.unlogged_step = {"phase": phase, "metrics": flatten(metrics)}
             if save_due:
                 self.save()
@@ -364,11 +366,12 @@ class Trainer(ABC):
         self.save()
         return True
 
-    def _evaluation_is_due(self) -> bool:
-        recipe_steps = self.step - self.warm_start_steps
-        if not self.evaluate_every or recipe_steps < 0:
+    def evaluates_after(self, step: int) -> bool:
+        """Whether there is an evaluation after a step; 0 is before the first."""
+        recipe_step = step - self.warm_start_steps
+        if not self.evaluate_every or recipe_step < (0 if self.evaluate_at_start else 1):
             return False
-        return recipe_steps % self.evaluate_every == 0 or self.step == self.total_steps
+        return recipe_step % self.evaluate_every == 0 or step == self.total_steps
 
     def _evaluate_and_log(self) -> StepMetrics:
         """Evaluates the model after the step that is not logged yet, and logs both. Returns the new metrics."""

@@ -19,7 +19,7 @@ from postlude.recipes.rollouts.evaluation_sets import EvaluatedTasks, tasks_of_s
 from postlude.recipes.rollouts.prompts import build_environment, encode_prompt, prompt_encoder
 from postlude.rollout.environments import Environment, is_chat
 from postlude.rollout.episode import AssistantTurn
-from postlude.rollout.tasks import PAGE, Task, Tasks, hold_out
+from postlude.rollout.tasks import PAGE, Task, Tasks, TaskSubset, hold_out
 
 
 def evaluation_set_checks(
@@ -27,9 +27,8 @@ def evaluation_set_checks(
 ) -> Iterator[Check]:
     """Checks of the tasks and rewards of every evaluation set. `key` is where the config has them."""
     for name, settings in sets.items():
-        yield Check(
-            f"{key}.{name}", partial(_environment, inputs, settings.environment, sampling), after=("tokenizer",)
-        )
+        check = partial(_environment, inputs, settings.environment, settings.sampling(sampling))
+        yield Check(f"{key}.{name}", check, after=("tokenizer",))
 
 
 def training_overlap_checks(
@@ -92,7 +91,11 @@ def _environment(
     config, one_worker = inputs.config, settings.model_copy(update={"workers": 1})
     with closing(build_environment(one_worker, config.seed, inputs.tokenizer, sampling, inputs.limit)) as environment:
         if held_out is not None and held_out.held_out:
-            hold_out(environment.tasks, held_out.held_out, held_out.split_by)
+            evaluated = hold_out(environment.tasks, held_out.held_out, held_out.split_by).indices
+            longer = held_out.sampling(sampling)
+            if longer.max_new_tokens > sampling.max_new_tokens:
+                room = prompt_encoder(environment, inputs.tokenizer, longer, inputs.limit)
+                _tasks(inputs, TaskSubset(environment.tasks, evaluated), len(evaluated), room, longer, None)
         generated = not isinstance(settings, PromptSettings)  # of generated tasks the first are enough
         encoder = prompt_encoder(environment, inputs.tokenizer, sampling, inputs.limit)
         inputs.grows |= isinstance(settings, TurnSettings) and settings.max_turns > 1
@@ -151,7 +154,9 @@ def _tasks(
     for index in range(min(len(tasks), count)):
         task = tasks[index]
         prompt = encode_prompt(encoder, task, inputs.limit, sampling)
-        inputs.longest_prompt = max(inputs.longest_prompt, len(prompt))
+        longest = inputs.longest_prompt + inputs.longest_completion
+        if len(prompt) + sampling.max_new_tokens > longest:
+            inputs.longest_prompt, inputs.longest_completion = len(prompt), sampling.max_new_tokens
         largest = max(largest, *prompt)
         if example is not None:
             example(task, encoder.options)

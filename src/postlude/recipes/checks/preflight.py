@@ -113,13 +113,15 @@ class PreflightInputs:
     on_success: list[Callable[[], None]] = field(default_factory=list)
     """Called after all checks passed, to write results such as encoded rows to the run directory."""
     longest_prompt: int = 0
-    """Tokens of the longest prompt."""
+    """Tokens of the prompt of the longest request."""
+    longest_completion: int = 0
+    """Maximum number of tokens of its completion; 0 where no prompt was read, and training's counts."""
     grows: bool = False
     """Whether requests grow over several turns, up to the budget."""
 
     def max_request(self, sampling: SamplingSettings) -> tuple[int, str, str]:
         """Returns the maximum tokens of a request, prompt and completion, a clause that says why, and what to lower."""
-        tokens, completion = self.limit.tokens(), sampling.max_new_tokens
+        tokens, completion = self.limit.tokens(), self.longest_completion or sampling.max_new_tokens
         if self.grows:
             key = "budget" if tokens == self.config.budget else "context_length"
             return tokens, f"a conversation of several turns may have {key}={tokens} tokens", key

@@ -25,6 +25,7 @@ PEER_KEYS: dict[str, tuple[str, ...]] = {
     "gradient_accumulation_steps": ("batch_size", "budget"),
     "num_generations n_samples_per_prompt num_generations_per_prompt rollout_n": ("samples_per_prompt",),
     "num_generations_eval": ("evaluation.samples_per_prompt",),
+    "eval_on_start val_before_train val_at_start": ("held_out.at_start", "evaluation.at_start"),
     "steps_per_generation ppo_mini_batch_size": ("minibatches",),
     "num_iterations num_ppo_epochs ppo_epochs": ("epochs",),
     "max_completion_length max_response_length response_length": ("sampling.max_new_tokens",),

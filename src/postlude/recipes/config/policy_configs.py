@@ -104,6 +104,7 @@ class PolicyConfig(TrainingConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_sampling(self.sampling, self.budget, self.rollout)
+        check_sampling(self.evaluation.sampling(self.sampling), self.budget, self.rollout, "evaluation")
         self.optimizers  # noqa: B018 - refuses a schedule that does not fit
         if self.reward_kl is not None and isinstance(self.objective, PolicyGradient) and self.objective.kl is not None:
             raise ValueError("reward_kl and objective.kl are two penalties for the same distance. Set one of them.")

@@ -56,6 +56,10 @@ Temperature: TypeAlias = Annotated[
     NonNegative, AfterValidator(lambda value: SamplingParams(temperature=value).temperature)
 ]
 
+TopP: TypeAlias = Annotated[float, Field(gt=0, le=1), AfterValidator(lambda value: SamplingParams(top_p=value).top_p)]
+MinP: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+StopStrings: TypeAlias = tuple[Annotated[str, Field(min_length=1)], ...]
+
 
 class SamplingSettings(Settings):
     """Sampling parameters of completions."""
@@ -66,11 +70,11 @@ class SamplingSettings(Settings):
     """Sampling temperature."""
     top_k: NonNegativeInt = 0
     """Sample from the k most likely tokens; 0 samples from all."""
-    top_p: Annotated[float, Field(gt=0, le=1), AfterValidator(lambda value: SamplingParams(top_p=value).top_p)] = 1.0
+    top_p: TopP = 1.0
     """Sample from the smallest set of tokens with this total probability."""
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    min_p: MinP = 0.0
     """Sample from tokens with at least this fraction of the highest probability."""
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    stop: StopStrings = ()
     """Strings that end a completion."""
     stop_tokens: tuple[NonNegativeInt | Annotated[str, Field(min_length=1)], ...] = ()
     """Tokens that end a completion, besides the model's end-of-sequence tokens: ids, or tokens as the tokenizer writes
@@ -99,19 +103,41 @@ class SamplingSettings(Settings):
 
 
 class PassSettings(Settings):
-    """Completions of each task of an evaluation, and which of them solve it."""
+    """Completions of each task of an evaluation, how they are sampled, and which of them solve it."""
 
     samples_per_prompt: PositiveInt = 1
     """Completions of each task. With more than one, pass@k is reported for powers of two up to it."""
     temperature: Temperature = 0.0
     """Sampling temperature of evaluation; 0 is greedy."""
+    max_new_tokens: PositiveInt | None = None
+    """Maximum number of tokens of a completion of evaluation; none takes that of sampling, as do the next four."""
+    top_k: NonNegativeInt | None = None
+    """Sample from the k most likely tokens in evaluation; 0 samples from all."""
+    top_p: TopP | None = None
+    """Sample from the smallest set of tokens with this total probability in evaluation."""
+    min_p: MinP | None = None
+    """Sample from tokens with at least this fraction of the highest probability in evaluation."""
+    stop: StopStrings | None = None
+    """Strings that end a completion of evaluation."""
     solved: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Reward from which on a completion solves its task, for pass@k."""
 
     @model_validator(mode="after")
     def _check_samples(self) -> Self:
         check_pass_at_k(self.samples_per_prompt, self.temperature)
+        unused = [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None]
+        if unused and not self.temperature:
+            raise ValueError(
+                f"{unused[0]} is {getattr(self, unused[0])}, but temperature is 0, which always takes the likeliest "
+                f"token. Raise temperature, or leave {unused[0]} out."
+            )
         return self
+
+    def sampling(self, training: SamplingSettings) -> SamplingSettings:
+        """Returns the sampling parameters of the evaluation, given those of training for what it does not set."""
+        names = ("temperature", "max_new_tokens", "top_k", "top_p", "min_p", "stop")
+        changed = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return training.model_copy(update=changed)
 
 
 def check_pass_at_k(samples_per_prompt: int, temperature: float, key: str = "temperature") -> None:
@@ -150,6 +176,8 @@ class EvaluationSettings(PassSettings):
 
     every: NonNegativeInt = 50
     """Steps between evaluations; 0 disables evaluation."""
+    at_start: bool = True
+    """Evaluate before the first step too."""
     tasks: NonNegativeInt | None = None
     """Number of held-out tasks, of each environment: the last ones with different prompts. Other tasks with one of
     these prompts are not trained on either. They are held out also if `every` is 0, to be evaluated later; none takes
@@ -180,6 +208,8 @@ class HeldOutSettings(Settings):
 
     every: NonNegativeInt = 50
     """Steps between evaluations; 0 disables evaluation."""
+    at_start: bool = True
+    """Evaluate before the first step too."""
     rows: NonNegativeInt = 0
     """Number of held-out rows: the dataset's last ones with different prompts. Other rows with one of these prompts are
     not trained on either. A row without a prompt is compared as a whole. 0 disables evaluation."""
@@ -365,11 +395,11 @@ def fit_schedule(optimizer: AdamW | SGD, steps: int, key: str) -> AdamW | SGD:
     return replace(optimizer, schedule=schedule.with_steps(steps))
 
 
-def check_sampling(sampling: SamplingSettings, budget: int, rollout: Rollout) -> None:
+def check_sampling(sampling: SamplingSettings, budget: int, rollout: Rollout, key: str = "sampling") -> None:
     """Refuses completions that leave no room for a prompt, drafting on servers, and NCCL on a shared GPU."""
     if sampling.max_new_tokens > budget - 2:
         raise ValueError(
-            f"sampling.max_new_tokens is {sampling.max_new_tokens}, which leaves no room for a prompt in a budget of "
+            f"{key}.max_new_tokens is {sampling.max_new_tokens}, which leaves no room for a prompt in a budget of "
             f"{budget} tokens. Raise budget."
         )
     if sampling.draft is not None and not isinstance(rollout, NativeRollout):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import comb
 from statistics import mean
 
@@ -35,10 +35,22 @@ class EvaluationSet:
 
     def groups(self, sampler: RolloutSampler, step: int) -> list[TrajectoryGroup]:
         """Returns the groups to sample. Their seeds depend on the name, not on the other sets."""
-        params = replace(sampler.params, temperature=self.settings.temperature)
+        sampling, limit = self.settings.sampling(sampler.settings), sampler.limit
+        sources = {
+            name: prompt_source(environment, sampler.tokenizer, sampling, limit)
+            for name, environment in ({} if self.source else sampler.environments).items()
+        }
         seeds, samples = HELD_OUT_SEEDS + zlib.crc32(self.name.encode()), self.settings.samples_per_prompt
         return [
-            sampler.make_group(task, index, samples, step=step, seed_stream=seeds, params=params, source=self.source)
+            sampler.make_group(
+                task,
+                index,
+                samples,
+                step=step,
+                seed_stream=seeds,
+                sampling=sampling,
+                source=self.source or sources[task.environment],
+            )
             for index, task in enumerate(self.tasks)
         ]
 
@@ -131,10 +143,11 @@ def open_sets(
     """Returns the sets with their environments, which `close_at_end` closes. Tasks are generated from `seed` + 1."""
     sets = []
     for name, set_settings in settings.items():
+        set_sampling = set_settings.sampling(sampling)
         environment = close_at_end(
-            build_environment(set_settings.environment, seed + 1, tokenizer, sampling, limit, pool_factory)
+            build_environment(set_settings.environment, seed + 1, tokenizer, set_sampling, limit, pool_factory)
         )
-        source = prompt_source(environment, tokenizer, sampling, limit)
+        source = prompt_source(environment, tokenizer, set_sampling, limit)
         sets.append(EvaluationSet(name, source, tasks_of_set(environment.tasks, set_settings, split_by), set_settings))
     return sets
 

@@ -15,7 +15,6 @@ from postlude.data.turn_ends import turn_ends
 from postlude.engine import Engine
 from postlude.engine.batch_sharding import scatter_batch
 from postlude.generate.distributed import DistributedEngine
-from postlude.generate.sampling_params import SamplingParams
 from postlude.pool.worker_pool import FAILURE_KINDS
 from postlude.recipes.config.rollout import Rollout
 from postlude.recipes.config.settings import SamplingSettings
@@ -78,8 +77,7 @@ class RolloutSampler:
         self.rollout_engine, self.settings = rollout_engine, settings
         self.environments = environment if isinstance(environment, Mapping) else {"": environment}
         # The generator ends turns by itself; servers are told, since their model's files may not say what ends one.
-        stop_tokens = dict.fromkeys([*settings.stop_ids(tokenizer), *turn_ends(tokenizer)])
-        self.params = replace(settings.params, stop_tokens=tuple(stop_tokens))
+        self.stop_tokens = tuple(dict.fromkeys([*settings.stop_ids(tokenizer), *turn_ends(tokenizer)]))
         self.limit, self.seed, self.timer = limit, seed, timer
         self.background, self.signals, self.offloaded_engine = background, signals, offloaded_engine
         self._reported_lost_workers = 0
@@ -147,16 +145,18 @@ class RolloutSampler:
         *,
         step: int,
         seed_stream: int = TRAINING_SEEDS,
-        params: SamplingParams | None = None,
+        sampling: SamplingSettings | None = None,
         source: PromptSource | None = None,
     ) -> TrajectoryGroup:
         """Returns a group that is not started yet. Its seed derives from `step`, `seed_stream` and `number`.
 
-        `params` and `source` are by default those of training; of several environments, the task's.
+        `sampling` and `source` are by default those of training; of several environments, the task's.
         """
-        source = source or self.sources[task.environment]
-        prompt = encode_prompt(source.encoder, task, self.limit, self.settings)
-        params = replace(params or self.params, seed=combine_seeds(self.seed, step, seed_stream, number))
+        source, sampling = source or self.sources[task.environment], sampling or self.settings
+        prompt = encode_prompt(source.encoder, task, self.limit, sampling)
+        params = replace(
+            sampling.params, stop_tokens=self.stop_tokens, seed=combine_seeds(self.seed, step, seed_stream, number)
+        )
         return TrajectoryGroup.of(task, number, prompt, params, samples, source)
 
     def start(self, group: TrajectoryGroup) -> None:
