@@ -12,9 +12,12 @@ import pytest
 import uvicorn
 
 from postlude.serving.log_lines import OneLineFormatter
+from postlude.tinker.app import PROTOBUF
+from postlude.tinker.futures import FutureStore
 from postlude.tinker.http_connection import HTTPConnection
+from postlude.tinker.limits import Limits
 
-from .asgi_client import Client, request, running_server
+from .asgi_client import Client, pass_body, request, running_server
 from .fake_backend import BASE
 
 FORGED = "1\n2026-01-01 00:00:00 session root: \x1b[2Jgone\u202e\u2028"
@@ -116,6 +119,26 @@ def test_one_key_cannot_have_all_models(tmp_path: Path) -> None:
             refused = await first.post("create_model", body)
             assert (refused.status, "--max-models-per-key" in refused.json["error"]) == (400, True)
             await second.create_model()
+
+    asyncio.run(run())
+
+
+def test_one_key_cannot_fill_the_queue_or_push_out_results_of_others(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running_server(tmp_path, queued_bytes_per_key=1000) as (app, _, _service):
+            first, second = await Client(app).open(), await Client(app, "tml-two").open()
+            for client, status in ((first, 429), (second, 200)):
+                model = await client.create_model()
+                headers = {"content_type": PROTOBUF}
+                for number in (3, 4):  # which wait for 1
+                    body = pass_body(model, number, *([1.0] * (20 if client is first else 1)))
+                    reply = await client.post("forward_backward", body, **headers)
+                assert reply.status == status
+        futures = FutureStore(Limits(result_bytes=300))
+        for name, owner, size in (("one", "a", 100), ("two", "b", 150), ("three", "b", 150)):
+            futures.add(name, owner, "sample", b"").succeed(b" " * size)
+        futures.drop_old()
+        assert [futures.get(name) is not None for name in ("one", "two", "three")] == [True, False, True]
 
     asyncio.run(run())
 

@@ -90,7 +90,9 @@ def test_repeated_number_with_other_content_is_refused(tmp_path: Path) -> None:
                 ("save_weights", save | {"path": "b"}),
                 ("create_model", create),
             ):
-                refused = await client.post(path, body, content_type=PROTOBUF if path == "forward_backward" else "")
+                refused = await client.post(
+                    path, body, content_type=PROTOBUF if path == "forward_backward" else "application/json"
+                )
                 assert refused.status == 400
                 assert "another client has used this number" in refused.json["error"]
             assert [call[0] for call in backend.calls] == ["create", "pass", "step", "save_state"]

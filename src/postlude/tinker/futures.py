@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -115,15 +116,21 @@ class FutureStore:
                 poll.reschedule(0.0)
 
     def drop_old(self) -> None:
-        """Drops results that were kept for long enough, then the oldest ones beyond the limit of bytes."""
+        """Drops results that were kept for long enough, then some beyond the limit of bytes.
+
+        First go those that were fetched, then those of the keys that hold the most, in both cases the oldest first.
+        """
         now = time.monotonic()
         for future in [future for future in self._futures.values() if future.done.is_set()]:
             fetched = future.fetched is not None and now - future.fetched > self._limits.fetched_seconds
             if fetched or now - future.finished > self._limits.unfetched_seconds:
                 del self._futures[future.request_id]
         done = [future for future in self._futures.values() if future.done.is_set()]
-        excess = sum(future.size for future in done) - self._limits.result_bytes
-        for future in sorted(done, key=lambda result: (result.fetched is None, result.finished)):
+        held: Counter[str] = Counter()
+        for future in done:
+            held[future.owner] += future.size
+        excess = held.total() - self._limits.result_bytes
+        for future in sorted(done, key=lambda result: (result.fetched is None, -held[result.owner], result.finished)):
             if excess <= 0:
                 break
             excess -= future.size

@@ -19,6 +19,8 @@ class Limits:
     """How long a request may take to arrive."""
     queued_bytes: int = 1024 * MIB
     """Training requests that wait, of all clients."""
+    queued_bytes_per_key: int = 512 * MIB
+    """Those of one key."""
     queued_per_model: int = 1024
     """Training requests of one model that wait."""
     samples_per_key: int = 4096

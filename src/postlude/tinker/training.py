@@ -13,7 +13,7 @@ import contextlib
 import heapq
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -86,7 +86,7 @@ class TrainingQueues:
         self.models: dict[str, TrainedModel] = {}
         self.ended: dict[str, str] = {}  # models that were freed, and why
         self._bases = {info.name: _Base() for info in backend.base_models}
-        self._queued_bytes = 0
+        self._queued_bytes: Counter[str] = Counter()  # by key
         self._tasks: list[asyncio.Task[None]] = []
         self._running: set[asyncio.Task[None]] = set()  # requests, also those whose result is still to come
 
@@ -115,8 +115,12 @@ class TrainingQueues:
                 f"{len(model.waiting)} requests of {model.model_id} wait, which is the limit; send again later.",
                 retry_after=1.0,
             )
-        if self._queued_bytes + size > self._limits.queued_bytes:
+        if self._queued_bytes.total() + size > self._limits.queued_bytes:
             raise APIError(429, "the server holds too many bytes of requests; send again later.", retry_after=1.0)
+        if self._queued_bytes[model.owner] + size > self._limits.queued_bytes_per_key:
+            raise APIError(
+                429, "the requests of this key that wait hold too many bytes; send again later.", retry_after=1.0
+            )
 
     def submit(self, model: TrainedModel, seq_id: int, operation: Operation) -> Future:
         """Queues a request, or finds the one that it repeats. Returns its future."""
@@ -134,7 +138,7 @@ class TrainingQueues:
         if failed is not None and failed.fetched is not None:
             operation.knows_failure = failed
         model.waiting[seq_id] = operation
-        self._queued_bytes += operation.size
+        self._queued_bytes[model.owner] += operation.size
         self._prepare_next(model)
         self._make_ready(model)
         return operation.future
@@ -201,7 +205,7 @@ class TrainingQueues:
 
     def _fail_waiting(self, model: TrainedModel, sentence: str) -> None:
         for operation in model.waiting.values():
-            self._queued_bytes -= operation.size
+            self._queued_bytes[model.owner] -= operation.size
             operation.future.fail(sentence, "server")
             if operation.drop is not None:
                 operation.drop()
@@ -234,7 +238,7 @@ class TrainingQueues:
                     model.next_seq += 1  # before the client can have the result
                     self._prepare_next(model)
                     await self._run_turn(model, operation)
-                    self._queued_bytes -= operation.size
+                    self._queued_bytes[model.owner] -= operation.size
             finally:
                 base.running = None
             if model.ended is None:
