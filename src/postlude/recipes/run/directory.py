@@ -75,7 +75,7 @@ class RunDirectory:
     """The directory of a run, for rank 0. `open_run` returns the right one on every rank.
 
     Call `resume_at` first. Call `log` and `log_samples` for a step before its checkpoint is saved: then the metrics of
-    every step of a checkpoint are on disk.
+    every step of a checkpoint are on disk. Those of a step that is still to be evaluated are in the checkpoint.
     """
 
     def __init__(
