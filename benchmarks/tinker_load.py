@@ -62,7 +62,7 @@ class HTTPClient:
     async def post(self, path: str, body: Any) -> tuple[int, bytes]:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         kind = PROTOBUF if isinstance(body, bytes) else "application/json"
-        head = f"POST /api/v1/{path} HTTP/1.1\r\nHost: server\r\nX-API-Key: {self._key}\r\nContent-Type: {kind}\r\n"
+        head = f"POST /api/v1/{path} HTTP/1.1\r\nHost: localhost\r\nX-API-Key: {self._key}\r\nContent-Type: {kind}\r\n"
         reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(*self._address)
         writer.write(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
         answer = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
