@@ -161,7 +161,9 @@ def test_architecture_has_a_worked_example_for_each_extension() -> None:
         assert "```python" in section, heading
 
 
-@pytest.mark.parametrize("page", [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))])
+@pytest.mark.parametrize(
+    "page", [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+)
 def test_links_are_valid(page: Path) -> None:
     for target, heading in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
         if "://" not in target:
