@@ -386,7 +386,7 @@ class TestVerify:
         lines = capsys.readouterr().out.splitlines()
         assert max(map(len, lines)) <= 80
         head = lines[0].split()
-        assert head == ["layout", "with", "loss", "log-prob", "entropy", "gradient", "layers"]
+        assert head == ["layout", "with", "loss", "log-prob", "entropy", "grad", "layers", "steps"]
         assert len([line for line in lines if line.rstrip().endswith("equal")]) == 2 * len(GRID)
         assert any(line.startswith("pp=2,vpp=2,dp_shard=2,cp=2 ") for line in lines), "no layout of the grid is folded"
 

@@ -71,6 +71,7 @@ def run(options: argparse.Namespace) -> int:
 def _cases(options: argparse.Namespace, layouts: Sequence[Layout], source: Source, **settings: Any) -> list[Case]:
     """Returns what is compared: every layout with every objective."""
     settings |= {"seed": options.seed, "lora": options.lora, "fp8": options.fp8}
+    settings["steps"] = settings["compute_dtype"] == torch.float32
     objectives = options.objective or (["grpo", "dpo"] if options.grid else ["grpo"])
     return [
         Case(source, layout, objective, options.recompute, options.overlap, **settings)
@@ -98,6 +99,8 @@ def _print_verdict(console: Console, reports: Sequence[Report], tolerance: float
         line = f"{report.case.layout} with {report.case.objective}: the gradient furthest off is {name}, by {off:.1e}"
         name, off = report.worst_layer_metric
         line += f"; the layer metric furthest off is {name}, by {off:.1e}" if off > tolerance else ""
+        name, off = report.worst_of_steps
+        line += f"; after two optimizer steps {name} is furthest off, by {off:.1e}" if off > tolerance else ""
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     count = len(reports)
     verdict = f"{len(different)} of {count} differ by more than" if different else f"all {count} equal within"
@@ -128,13 +131,14 @@ def _adapter_line(report: AdapterReport) -> str:
 
 def _table(reports: Sequence[Report], tolerance: float) -> Table:
     """Returns a table of the differences, at most 80 columns wide."""
-    table = Table(box=None, padding=(0, 1, 0, 0))
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("layout", overflow="fold")
-    for name in ("with", "loss", "log-prob", "entropy", "gradient", "layers", ""):
+    for name in ("with", "loss", "log-prob", "entropy", "grad", "layers", "steps", ""):
         table.add_column(name, no_wrap=True)
     for report in reports:
         layout = str(report.case.layout)[7:-1].replace(" ", "") or "one rank"
         offs = (report.loss, report.logprob, report.entropy, report.worst[1], report.worst_layer_metric[1])
+        steps = f"{report.worst_of_steps[1]:.0e}" if report.steps else "-"
         verdict = "equal" if report.passes(tolerance) else "[red]differs[/red]"
-        table.add_row(layout, report.case.objective, *(f"{off:.1e}" for off in offs), verdict)
+        table.add_row(layout, report.case.objective, *(f"{off:.0e}" for off in offs), steps, verdict)
     return table

@@ -49,6 +49,8 @@ class Case:
     blocks: BlockTable | None = None
     lora: LoRA | None = None
     fp8: bool = False
+    steps: bool = False
+    """Whether optimizer steps are compared too (`verify.steps`): in float32 alone, as ranks store weights in it."""
 
 
 def resolve_source(model: str) -> tuple[Source, float | None]:
@@ -135,6 +137,7 @@ def _batch(lengths: tuple[int, ...], vocab_size: int, seed: int, pairs: bool) ->
             "advantages": [normal(1).expand(length) for length in lengths],
             "old_logprobs": [guess + 0.5 * normal(length) for length in lengths],
             "reference_logprobs": [guess + 0.5 * normal(length) for length in lengths],
+            "returns": [normal(length) for length in lengths],
         },
         groups=[index // 2 for index in range(len(lengths))] if pairs else None,
     )

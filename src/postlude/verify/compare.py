@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,7 @@ from postlude.verify.adapters import (
 )
 from postlude.verify.cases import BUDGET, Case, batches
 from postlude.verify.choices import OBJECTIVES, TOLERANCES
+from postlude.verify.steps import VALUE_HEAD, WithCritic, adapter_weights, steps_in_layout, steps_on_one_rank
 from postlude.world.mesh import Mesh
 
 
@@ -55,6 +58,13 @@ class Report:
     entropy: float
     gradients: Mapping[str, float]
     layer_metrics: Mapping[str, float] = field(default_factory=dict)
+    steps: Mapping[str, float] = field(default_factory=dict)
+    """Of what `verify.steps` computes."""
+
+    @property
+    def worst_of_steps(self) -> tuple[str, float]:
+        """The result of the optimizer steps with the largest difference; ("", 0.0) if none were taken."""
+        return max(self.steps.items(), key=lambda item: item[1], default=("", 0.0))
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -70,7 +80,7 @@ class Report:
         """Returns whether everything is within the tolerance, by default that of the dtype."""
         if tolerance is None:
             tolerance = TOLERANCES[str(self.case.compute_dtype).removeprefix("torch.")]
-        several = (*self.gradients.values(), *self.layer_metrics.values())
+        several = (*self.gradients.values(), *self.layer_metrics.values(), *self.steps.values())
         return all(off <= tolerance for off in (self.loss, self.logprob, self.entropy, *several))
 
 
@@ -87,8 +97,14 @@ class ComputedValues:
 
 def compare(case: Case, *, mesh: Mesh | None = None, device: torch.device | str = "cpu") -> Report | None:
     """Compares one case, on every rank of its layout. Returns the report on rank 0, None on the others."""
-    values = run_in_layout(case, mesh or Mesh(case.layout, torch.device(device).type), device)
-    return report(case, values, run_on_one_rank(case, device)) if dist.get_rank() == 0 else None
+    mesh = mesh or Mesh(case.layout, torch.device(device).type)
+    values = run_in_layout(case, mesh, device)
+    steps = _steps_in_layout(case, mesh, device) if case.steps else {}
+    if dist.get_rank() != 0:
+        return None
+    result = report(case, values, run_on_one_rank(case, device))
+    expected = _steps_on_one_rank(case, device) if case.steps else {}
+    return replace(result, steps={name: difference(steps[name], value) for name, value in expected.items()})
 
 
 def compare_all(cases: Sequence[Case], device: str) -> list[Report]:
@@ -127,21 +143,7 @@ def _source(case: Case) -> Source:
 
 def run_in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[str, ComputedValues]:
     """Returns what the engine computes, by the batch's name."""
-    engine = Engine(
-        _source(case),
-        mesh=mesh,
-        device=device,
-        budget=BUDGET,
-        compute_dtype=case.compute_dtype,
-        recompute=case.recompute,
-        overlap=case.overlap,
-        seed=case.seed,
-        blocks=case.blocks or BLOCKS,
-        mtp=True,
-        lora=case.lora,
-        fp8=case.fp8,
-    )
-    randomize_b(engine.parameters.items(), case.seed)
+    engine = _engine(case, mesh, device)
     objective = _objective(case, engine.config)
     values = {}
     for name, batch in batches(case.objective, engine.config, case.seed, case.compute_dtype).items():
@@ -156,6 +158,41 @@ def run_in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[st
             result.loss, torch.cat(scores.logprob), torch.cat(scores.entropy), gradients, layers
         )
     return values
+
+
+def _engine(case: Case, mesh: Mesh, device: torch.device | str, **options: Any) -> Engine:
+    engine = Engine(
+        _source(case),
+        mesh=mesh,
+        device=device,
+        budget=BUDGET,
+        compute_dtype=case.compute_dtype,
+        recompute=case.recompute,
+        overlap=case.overlap,
+        blocks=case.blocks or BLOCKS,
+        mtp=True,
+        lora=case.lora,
+        fp8=case.fp8,
+        **{"seed": case.seed, **options},
+    )
+    randomize_b(engine.parameters.items(), case.seed)
+    return engine
+
+
+def _steps_in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[str, Tensor]:
+    config, critic = read_model(_source(case), blocks=case.blocks or BLOCKS)[1], case.lora is None
+    objective, batch = _objective(case, config), batches(case.objective, config, case.seed)["many"]
+    build = partial(_engine, case, mesh, device, critic=critic)
+    return steps_in_layout(build, WithCritic(objective) if critic else objective, batch, case.seed)
+
+
+def _steps_on_one_rank(case: Case, device: torch.device | str) -> dict[str, Tensor]:
+    source = with_mtp(_source(case), blocks=case.blocks or BLOCKS)
+    critic = case.lora is None
+    model = _plain_model(case, source, device, value_head=critic)
+    objective, batch = _objective(case, model.config), batches(case.objective, model.config, case.seed)["many"]
+    streamed = partial(_weights, source=source) if critic else adapter_weights
+    return steps_on_one_rank(model, WithCritic(objective) if critic else objective, batch, case.seed, device, streamed)
 
 
 def run_on_one_rank(case: Case, device: torch.device | str) -> dict[str, ComputedValues]:
@@ -187,12 +224,12 @@ def run_on_one_rank(case: Case, device: torch.device | str) -> dict[str, Compute
     return values
 
 
-def _plain_model(case: Case, source: Source, device: torch.device | str) -> LanguageModel:
-    blocks = case.blocks or BLOCKS
+def _plain_model(case: Case, source: Source, device: torch.device | str, *, value_head: bool = False) -> LanguageModel:
+    blocks, dtype, seed = case.blocks or BLOCKS, case.compute_dtype, case.seed
     if case.lora is None:
-        model = load_model(source, dtype=case.compute_dtype, device=device, seed=case.seed, blocks=blocks)
+        model = load_model(source, dtype=dtype, device=device, seed=seed, value_head=value_head, blocks=blocks)
     else:
-        model = adapted_model(source, case.lora, seed=case.seed, dtype=case.compute_dtype, device=device, blocks=blocks)
+        model = adapted_model(source, case.lora, seed=seed, dtype=dtype, device=device, blocks=blocks)
     if case.fp8:
         use_fp8(model.blocks, tp=1)
     return model
@@ -218,18 +255,25 @@ def _score(inputs: OutputInputs, context: None) -> TokenStats:
 
 def _gradients(model: LanguageModel, source: Source) -> dict[str, Tensor]:
     """Returns gradients by the names of streamed weights; zeros if nothing depends on a parameter."""
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return _to_streamed(model, source, {name: tensor for name, tensor in gradients.items() if tensor is not None})
+
+
+def _weights(model: LanguageModel, source: Source) -> dict[str, Tensor]:
+    """Returns weights by the names of streamed ones."""
+    return _to_streamed(model, source, {name: parameter.detach() for name, parameter in model.named_parameters()})
+
+
+def _to_streamed(model: LanguageModel, source: Source, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     family, config = read_model(source, blocks=model.block_types)
-    parameters = dict(model.named_parameters())
-    gradients = {}
-    for hf_tensor in map_to_hf(
-        family, config, ((name, parameter.shape) for name, parameter in parameters.items())
-    ).values():
-        full = gradients[hf_tensor.name] = torch.zeros(hf_tensor.shape)
+    shapes = ((name, parameter.shape) for name, parameter in model.named_parameters() if name != VALUE_HEAD)
+    streamed = {}
+    for hf_tensor in map_to_hf(family, config, shapes).values():
+        full = streamed[hf_tensor.name] = torch.zeros(hf_tensor.shape)
         for name, mapping in hf_tensor.parts:
-            gradient = parameters[name].grad
-            if gradient is not None:
-                mapping.write(full, gradient[mapping.region].float().cpu())
-    return gradients
+            if name in tensors:
+                mapping.write(full, tensors[name][mapping.region].float().cpu())
+    return streamed
 
 
 def report(case: Case, actual: Mapping[str, ComputedValues], expected: Mapping[str, ComputedValues]) -> Report:
