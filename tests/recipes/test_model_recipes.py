@@ -37,13 +37,16 @@ BILLIONS = {  # of parameters, as published
     "qwen3-next-80b-a3b": 79.67,
 }
 COMMANDS = ("sft", "dpo", "grpo")
+PIPELINED = ("gpt-oss-20b-sft-8gpus-pp2", "moonlight-16b-a3b-grpo-8gpus-pp2")  # on one node, beside one without
 NAMES = [f"{model}-{command}-{gpus}gpus" for model in BILLIONS for command in COMMANDS for gpus in (8, 16)]
-ELSEWHERE = "qwen3-next-80b-a3b-grpo-8gpus"  # its servers run on other machines
+NAMES += PIPELINED
+# The servers of the one run on other machines; the other samples on the GPUs that train.
+WITHOUT_SERVERS = ("qwen3-next-80b-a3b-grpo-8gpus", "moonlight-16b-a3b-grpo-8gpus-pp2")
 
 
 def recipe_name_parts(name: str) -> tuple[str, str, int]:
     """Returns the model, command and GPU count of a recipe."""
-    model, command, gpus = name.rsplit("-", 2)
+    model, command, gpus = name.removesuffix("-pp2").rsplit("-", 2)
     return model, command, int(gpus.removesuffix("gpus"))
 
 
@@ -72,6 +75,22 @@ def test_recipe_passes_the_json_schema(command: str) -> None:
 def test_a_stored_config_has_the_published_number_of_parameters(model: str) -> None:
     config = read_model(str(DIRECTORY / "configs" / model))[1]
     assert total_parameters(config) / 1e9 == pytest.approx(BILLIONS[model], abs=0.006)
+
+
+def test_commands_trust_the_code_of_a_tokenizer_that_is_code() -> None:
+    """Moonlight's tokenizer is Python code. The preflight refuses the commands of other comments."""
+    for name in NAMES:
+        comment = (DIRECTORY / f"{name}.yaml").read_text().partition("extends:")[0]
+        (command,) = re.findall(
+            rf"^#   .*postlude {recipe_name_parts(name)[1]} models/{name} .*$", comment, re.MULTILINE
+        )
+        assert ("--trust_remote_code true" in command) == name.startswith("moonlight"), name
+
+
+@pytest.mark.parametrize("name", PIPELINED)
+def test_pipelined_recipe_has_two_stages_and_four_ranks_of_experts(name: str) -> None:
+    layout = recipe(name).layout
+    assert (layout.pp, layout.ep, layout.world_size) == (2, 4, 8)
 
 
 def planned(name: str) -> tuple[str, str, str]:
@@ -105,7 +124,7 @@ def test_recipe_comment_equals_the_planner_and_fits(
     servers = config.rollout if command == "grpo" else None
     serving = int(servers.count * servers.gpus) if isinstance(servers, LaunchedVLLM) else 0
     assert config.layout.world_size + serving == gpus
-    assert (servers is not None and not serving) == (name == ELSEWHERE)
+    assert (servers is not None and not serving) == (name in WITHOUT_SERVERS)
 
 
 # The tiny run of a recipe: its own file with another model, other data and smaller sizes, the native generator in place
@@ -203,19 +222,19 @@ def test_a_tiny_run_of_a_recipe_equals_one_rank(
 ) -> None:
     alone: dict[str, list[dict[str, Any]]] = {}  # by objective: how a rank computes and stores changes no result
     checked = set()
-    names = {gpus: f"{model}-{command}-{gpus}gpus" for gpus in (8, 16)}
-    layers = 2 * max(recipe(name).layout.vpp for name in names.values())
+    names = [name for name in NAMES if recipe_name_parts(name)[:2] == (model, command)]
+    layers = 2 * max(recipe(name).layout.vpp for name in names)
     source = (f"--model={tiny(model, layers)}", *first_rows(command, tmp_path))
-    for gpus, name in names.items():
+    for name in names:
         config = recipe(name)
         objective, layout = str(config.objective), small_layout(config.layout)
         if (objective, layout, config.overlap, config.recompute) in checked:
             continue
         checked.add((objective, layout, config.overlap, config.recompute))
         if objective not in alone:
-            (alone[objective],) = ranks(1, trained, name, str(tmp_path / f"one-{gpus}"), *source, "--layout=pp=1")
+            (alone[objective],) = ranks(1, trained, name, str(tmp_path / f"one-{name}"), *source, "--layout=pp=1")
         settings = (*source, f"--layout={layout_degrees(layout)}")
-        spread = ranks(layout.world_size, trained, name, str(tmp_path / f"{gpus}"), *settings)[0]
+        spread = ranks(layout.world_size, trained, name, str(tmp_path / name), *settings)[0]
         assert_equal_to_one_rank(alone[objective], spread, command, steps=2 if command == "grpo" else 3)
 
 
