@@ -30,7 +30,7 @@ EXPERTS = MoEConfig(
     balance_coefficient=0.01,
     router_fp32=True,
 )
-PATTERNS = ["[*E]{4}", "[*-][*E]{3}", "M[M*]-[*E]", "[GE][*E]/[*E]"]
+PATTERNS = ["[*E]{4}", "*E{2}-", "[*-][*E]{3}", "M[M*]-[*E]", "[GE][*E]/[*E]"]
 LENGTHS = (20, 17, 3, 25, 6, 11, 9, 14, 2, 12, 19, 23)
 
 
@@ -190,10 +190,20 @@ def test_pass_frees_all_activations(ranks: Any, overlap: Any) -> None:
 
 
 @pytest.mark.slow
-def test_overlapped_stages_with_explicit_cuts_and_recompute(ranks: Any) -> None:
-    """A short form of the 100 steps below: cuts in the pattern, two stages per rank, selective recompute."""
-    source = config("[*E]|[*-][*E]|[M-]|[*E]")
-    assert_identical(ranks(2, with_and_without_overlap, "pp=2,vpp=2", source, 3, {"recompute": "selective"}))
+@pytest.mark.parametrize("steps", [3, pytest.param(100, marks=pytest.mark.thorough)])
+def test_overlapped_stages_with_explicit_cuts_and_recompute(ranks: Any, steps: int) -> None:
+    """Cuts in the pattern, two stages per rank, exchanges between experts, selective recompute."""
+    source, layout = config("[*E]|[*-][*E]|E[M-]|[*E]"), "pp=2,vpp=2,dp_shard=2,ep=2"
+    options = {"recompute": "selective"}
+    assert_identical(ranks(4, with_and_without_overlap, layout, source, steps, options, patience=900))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.thorough)])
+def test_overlapped_layers_that_are_a_single_moe(ranks: Any, recompute: str) -> None:
+    """Norm and residual read the same hidden states in segments that are differentiated one after the other."""
+    options = {"recompute": recompute}
+    assert_identical(ranks(2, with_and_without_overlap, "dp_shard=2,ep=2", config("E*E{2}/E*"), 1, options))
 
 
 @pytest.mark.thorough

@@ -245,6 +245,11 @@ class SchedulePlan:
         With full recompute, steps marked `never_recompute` are not repeated.
         """
         before = values
+        reads_hidden = "hidden" in values and any("hidden" in planned.step.reads for planned in segment.steps)
+        if reads_hidden and "hidden" in segment.read_later:
+            # Later readers' gradients are then added in this segment's graph, before its own, as without a plan.
+            hidden: Tensor = values["hidden"]
+            values = values | {"hidden": hidden.view_as(hidden)}
         with defer_wgrad(self.wgrad_queue):
             if self.context.recompute != "full":
                 values = _run_steps(segment.steps, values)
