@@ -282,7 +282,7 @@ TESTED_ELSEWHERE = {
     "file_changes": "recipes/test_resume.py::test_changed_user_code_is_refused_unless_allowed",
     "save_every": CHECKPOINTS,
     "keep_checkpoints": CHECKPOINTS,
-    "export": CHECKPOINTS,
+    "export": f"{CHECKPOINTS} recipes/test_best_checkpoint.py::test_best_checkpoint_is_kept_and_exported",
     "max_skipped_steps": "recipes/test_supervised.py::test_gradients_that_are_not_finite_end_the_run",
     "limits.failed_rewards": "recipes/test_health.py::test_failing_rewards_end_a_run",
     "limits.weight_growth": EXPLODING,

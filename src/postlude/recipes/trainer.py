@@ -21,7 +21,6 @@ import torch.distributed as dist
 from postlude.checks import USER_ERRORS
 from postlude.data import Batch
 from postlude.engine import Engine
-from postlude.engine.adapters import export_adapter
 from postlude.engine.checkpoint import checkpoint_problem
 from postlude.generate.probe import WeightsDiffer
 from postlude.hf.model_card import ModelCard
@@ -31,8 +30,9 @@ from postlude.optimizer import OptimizerConfig
 from postlude.recipes.config import schema
 from postlude.recipes.config.recipe_configs import MASK
 from postlude.recipes.config.settings import TrainingConfig
+from postlude.recipes.export import BestCheckpoint, export_run
 from postlude.recipes.mtp import MTPLoss, model_source
-from postlude.recipes.report.finish import finish_failed_run, finish_run, model_card
+from postlude.recipes.report.finish import finish_failed_run, finish_run
 from postlude.recipes.report.metrics import LOSS, MEMORY, SKIPPED, SPEED
 from postlude.recipes.run.config_changes import MAY_CHANGE, check_same_config
 from postlude.recipes.run.directory import (
@@ -53,7 +53,7 @@ from postlude.recipes.run.outcome import EXIT_FAILED, RunFailed, RunOutcome, cle
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.signals import StopRequested, StopSignals
 from postlude.recipes.run.split import Split
-from postlude.recipes.run.start_mode import EXPORTED_ADAPTER, EXPORTED_MODEL, RESUME_NEWEST, StartMode
+from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
 from postlude.recipes.run.step_timer import StepTimer
 from postlude.recipes.sequence_limit import sequence_limit
 from postlude.serving.errors import ServerError
@@ -248,6 +248,8 @@ class Trainer(ABC):
             files=self.config_comparison["files"]() if is_rank0() else {},
         )
         self.saved_step = self.step
+        self.best = BestCheckpoint(kept=self.config.export == "best", after=self.warm_start_steps)
+        self.best.resume(self.run)
         if checkpoint is None:
             norm = self.engine.weight_norm()
             self.initial_weight_norm = self.health.check_initial_weights(norm, self.config.model)
@@ -324,6 +326,7 @@ class Trainer(ABC):
             if self.stop_signal:  # `stop` saves, and the resumed run evaluates
                 return metrics
             metrics |= self._evaluate_and_log()
+            save_due = save_due or self.best.step == self.step
         else:
             self.run.log(self.step, metrics, phase=phase)
         self.health.check_step(metrics, self.step, self.save)
@@ -346,8 +349,11 @@ class Trainer(ABC):
 
     def save(self) -> None:
         """Writes a checkpoint of the last finished step, if there is none. Raises `UnhealthyRun` if weights are bad."""
-        if self.saved_step == self.step:
-            return
+        if self.saved_step != self.step:
+            self._write_checkpoint()
+        self.run.prune(self.config.keep_checkpoints, self.best.step)
+
+    def _write_checkpoint(self) -> None:
         self.health.check_weights(self.engine.weight_norm(), self.initial_weight_norm, self.step)
         extra = {"step": self.step, "initial_weight_norm": self.initial_weight_norm, "skipped": self.health.skipped}
         extra |= self.state_before_step or self.state()
@@ -356,7 +362,6 @@ class Trainer(ABC):
         self.run.sync()
         self.engine.save(self.run.checkpoint(self.step), extra=extra, tokenizer=self.tokenizer)
         self.saved_step = self.step
-        self.run.prune(self.config.keep_checkpoints)
 
     def ends_early(self, metrics: StepMetrics) -> bool:
         """Calls the user's `on_step` with a finished step. Returns whether it ends the run; then the step is saved."""
@@ -378,6 +383,7 @@ class Trainer(ABC):
         metrics: StepMetrics = self._evaluate() if self.evaluate_every else {}
         metrics |= self._sync_stop_signal_and_memory() | self.timer.take()
         self._log_unlogged_step(metrics)
+        self.best.update(self.run, self.step, metrics)
         return metrics
 
     def _evaluate(self) -> dict[str, float]:
@@ -401,7 +407,7 @@ class Trainer(ABC):
         return {MEMORY: most_memory} if on_gpu else {}
 
     def finish(self) -> RunOutcome:
-        """Exports the model, in Hugging Face's format if a family describes it, and adapters; writes the report.
+        """Exports the model if the config says so, and writes the report.
 
         Raises `UnhealthyRun` if the last optimizer step was skipped.
         """
@@ -409,10 +415,7 @@ class Trainer(ABC):
         self.run.sync()
         self.engine.finish_saving()
         if self.config.export:
-            card = model_card(self.run.path, self.name, str(self.config.model), self.step) if is_rank0() else None
-            self.export(self.run.path / EXPORTED_MODEL, card)
-            if self.config.lora is not None:
-                export_adapter(self.engine, self.run.path / EXPORTED_ADAPTER, base=str(self.config.model))
+            export_run(self)
         return self._end(RunOutcome("finished", self.step))
 
     def export(self, path: Path, card: ModelCard | None) -> None:

@@ -204,6 +204,12 @@ class PolicyConfig(TrainingConfig):
         return self.steps * self.epochs * self.minibatches
 
     @property
+    def no_score(self) -> str:
+        """Why no step is evaluated, or ""."""
+        evaluation = self.evaluation
+        return "evaluation.every is 0" * (not evaluation.every) or "evaluation.tasks is 0" * (not evaluation.held_out)
+
+    @property
     def batch_invariant(self) -> bool:
         """Whether trainer and generator agree to the bit."""
         return isinstance(self.rollout, NativeRollout) and self.rollout.batch_invariant

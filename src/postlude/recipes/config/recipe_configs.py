@@ -73,6 +73,11 @@ class SupervisedConfig(TrainingConfig):
         """Sequences of an optimizer step."""
         return self.batch_size
 
+    @property
+    def no_score(self) -> str:
+        """Why no step is evaluated, or ""."""
+        return next((f"held_out.{name} is 0" for name in ("rows", "every") if not getattr(self.held_out, name)), "")
+
     @model_validator(mode="after")
     def _check_data(self) -> Self:
         datasets = datasets_of(self.data)

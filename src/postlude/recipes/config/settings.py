@@ -367,9 +367,21 @@ class TrainingConfig(RunConfig):
     code of yours."""
     limits: RunLimits = RunLimits()
     """Limits at which the run ends or warns, because it learns nothing more."""
-    export: bool = True
+    export: bool | Literal["best"] = True
     """Export the trained model at the end, as a Hugging Face directory: model/ in the run directory. With LoRA it is
-    the merged model, and adapter/ has the adapters as peft reads them."""
+    the merged model, and adapter/ has the adapters as peft reads them. "best" keeps the checkpoint with the best score
+    on held-out data besides the newest ones, and exports that one instead of the last."""
+
+    @model_validator(mode="after")
+    def _check_best(self) -> Self:
+        if self.export == "best" and self.no_score:
+            raise ValueError(f"export is best, but {self.no_score}, so no step has a score. Raise it, or export true.")
+        return self
+
+    @property
+    def no_score(self) -> str:
+        """Why no step is evaluated on held-out data, or ""."""
+        return ""
 
     @property
     def other_models(self) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from postlude.recipes.report.metrics import (
     TIME,
     title,
 )
-from postlude.recipes.run.directory import read_metrics
+from postlude.recipes.run.directory import read_metrics, read_record
 from postlude.recipes.run.outcome import RunOutcome, read_outcome
 from postlude.recipes.run.start_mode import EXPORTED_MODEL
 
@@ -77,6 +77,7 @@ class RunSummary:
     not_finite: int
     """Numbers in the metrics that are not finite."""
     seconds: Mapping[str, float]
+    exported_step: int | None
     model: Path | None
     report: Path | None
 
@@ -153,6 +154,7 @@ def read_summary(run: Path) -> RunSummary:
         skipped=round(sum(_number(line.get(SKIPPED)) for line in lines)),
         not_finite=sum(_count_not_finite(value) for line in lines for value in line.values()),
         seconds=times,
+        exported_step=read_record(run).get("exported_step"),
         model=run / EXPORTED_MODEL if (run / EXPORTED_MODEL).is_dir() else None,
         report=run / REPORT if (run / REPORT).is_file() else None,
     )
@@ -197,6 +199,8 @@ def summary_lines(summary: RunSummary) -> list[SummaryLine]:
         lines.append(SummaryLine("Reward failures", f"{summary.failures:,}", failed, warn=summary.failures > 0))
     if not summary.is_evaluation:
         lines.append(SummaryLine("Steps", f"{summary.step:,}", ", ".join(summary.phases)))
+        if summary.exported_step is not None and summary.exported_step != summary.step:
+            lines.append(SummaryLine("Exported", f"step {summary.exported_step:,}", "the best on held-out data"))
         lines.append(
             SummaryLine(
                 "Skipped steps",

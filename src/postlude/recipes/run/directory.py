@@ -1,7 +1,7 @@
 """RunDirectory: config, metrics, samples and checkpoints of a run on disk. A killed run resumes as if it had not been.
 
     config.yaml                 the config, secrets masked; configs/ has earlier ones that were changed
-    run.json                    every start: time, host, versions, step
+    run.json                    every start: time, host, versions, step; the best step, and the exported one
     split.npz                   the tasks that are held out, and all of the data
     metrics.jsonl               one JSON object per step
     layers.jsonl                lists of each layer, one JSON object per step; only if a block has any (load of experts)
@@ -164,7 +164,13 @@ class RunDirectory:
         """Adds a start to `run.json`: `entries`, and the settings that changed."""
         starts = read_record(self.path).get("starts", [])
         changed = {"changed": self.changed} if self.changed else {}
-        record = {"starts": [*starts, _plain(entries) | changed]}
+        self._write_record({"starts": [*starts, _plain(entries) | changed]})
+
+    def record(self, **entries: Any) -> None:
+        """Sets entries of `run.json`, which the next start removes."""
+        self._write_record(read_record(self.path) | _plain(entries))
+
+    def _write_record(self, record: Mapping[str, Any]) -> None:
         text = json.dumps(mask(record), indent=2, ensure_ascii=False)
         write_atomic(self.path / RECORD, text.encode() + b"\n", private=is_private(self.path))
 
@@ -181,14 +187,14 @@ class RunDirectory:
         self._step = None if step < 0 else step
         self._resumed_at = step
 
-    def prune(self, keep: int) -> list[Path]:
-        """Deletes all complete checkpoints except the newest `keep`, and returns the deleted.
+    def prune(self, keep: int, best: int | None = None) -> list[Path]:
+        """Deletes all complete checkpoints except the newest `keep` and that of step `best`. Returns the deleted.
 
         Each is renamed first, so that a kill leaves no partial checkpoint.
         """
         if keep < 1:
             raise ValueError(f"prune(keep={keep}) would leave no checkpoint to resume from; keep at least 1.")
-        old = self.checkpoints()[:-keep]
+        old = [path for path in self.checkpoints()[:-keep] if checkpoint_step(path) != best]
         for path in old:
             path.rename(path.with_name(f".{path.name}{DELETING}"))
         if old:
@@ -219,9 +225,9 @@ class ReadOnlyRun(RunDirectory):
     def _do_nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    log = log_layers = log_samples = sync = resume_at = rename_checkpoints = record_start = _do_nothing
+    log = log_layers = log_samples = sync = resume_at = rename_checkpoints = record_start = record = _do_nothing
 
-    def prune(self, keep: int) -> list[Path]:
+    def prune(self, keep: int, best: int | None = None) -> list[Path]:
         """Does nothing."""
         return []
 
