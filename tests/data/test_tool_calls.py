@@ -136,10 +136,10 @@ def test_every_format_calls_the_tools(tmp_path: Path) -> None:
         "qwen3_coder": coder("add", a="1", b="2"),
         f"{file}:Bang": "!add",
     }.items():
-        reply = ToolReply((f"{file}:add",), f"{file}:right", name)
+        reply = ToolReply((f"{file}:add",), name)
         result = "2" if name.endswith("Bang") else "3"
         assert reply([], [completion], {}) == [{"role": "tool", "content": result}], name
-        assert reply([], ["3"], {}) == 1.0
+        assert reply([], ["3"], {}) is None
 
 
 def test_an_optional_parameter_has_the_type_of_its_values() -> None:

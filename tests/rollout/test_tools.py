@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.recipes.checks.environment import _turns
 from postlude.recipes.config.environments import ToolSettings
-from postlude.recipes.config.load import load
+from postlude.recipes.config.load import ConfigError, load
 from postlude.recipes.config.recipe_configs import EvalConfig
 from postlude.recipes.config.settings import SamplingSettings
 from postlude.recipes.rollouts.prompts import prompt_encoder
 from postlude.recipes.sequence_limit import SequenceLimit
-from postlude.rollout.environments import TurnResult
+from postlude.rollout.environments import TurnResult, read_turn
+from postlude.rollout.episode import AssistantTurn
 from postlude.rollout.rewards import Score
 from postlude.rollout.tools import ToolReply, load_tools, tool_schema
 from tests.rollout.episodes import step
@@ -56,7 +58,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_tool_call_gets_its_result_and_final_answer_is_scored(file: Path) -> None:
-    reply = ToolReply((f"{file}:add", f"{file}:wait"), f"{file}:right")
+    reply = ToolReply((f"{file}:add", f"{file}:wait"))
     for completion, heard in {
         call("add", a=1, b=2): ["3"],
         f"Let me see. {call('add', a=1)}\n{call('add', a=5, b=5)}": ["2", "10"],
@@ -67,19 +69,19 @@ def test_tool_call_gets_its_result_and_final_answer_is_scored(file: Path) -> Non
         call("add", a="x"): ['error: TypeError: can only concatenate str (not "int") to str'],
     }.items():
         assert reply([], [completion], {}) == [{"role": "tool", "content": content} for content in heard]
-    assert [reply([], ["", completion], {"answer": "3"}) for completion in ("3", "4")] == [1.0, 0.0]
+    assert reply([], ["", "3"], {}) is None
 
 
 def test_tool_call_within_reasoning_is_ignored(file: Path) -> None:
     """In closed or open reasoning, started in the prompt or not; a call after it counts."""
-    reply, thought = ToolReply((f"{file}:add",), f"{file}:right"), call("add", a=1, b=2)
+    reply, thought = ToolReply((f"{file}:add",)), call("add", a=1, b=2)
     for completion in (
         f"<think>{thought}</think>3",
         f"{thought}</think>3",
         f"3<think>{thought}",
         f"<think>a</think>3<think>{thought}",
     ):
-        assert reply([], [completion], {"answer": completion}) == 1.0, completion
+        assert reply([], [completion], {}) is None, completion
     spoken = call("add", a=4)
     for completion in (
         f"<think>{thought}</think>{spoken}",
@@ -143,3 +145,33 @@ def test_tools_are_configured_and_rendered_in_the_prompt(file: Path) -> None:
     ]
     assert step(environment, episodes[:1], ["3"]) == [TurnResult(Score(1.0))]
     environment.close()
+
+
+def test_several_rewards_score_the_end_of_a_conversation(file: Path) -> None:
+    """The last completion is scored, what the reply returned is added, and an episode that the reply fails is not."""
+    file.write_text(
+        "def reply(prompt, completions, example):\n"
+        "    if completions[-1] == 'fail': raise ValueError\n"
+        "    return 'go on' if len(completions) == 1 else 2.0 if completions[-1] == 'bonus' else None\n"
+        "def lengths(completions, **columns): return [len(text) for text in completions]\n"
+    )
+    chosen = ("kind=conversation", f"reply={file}:reply", f"path={file.parent / 'rows.jsonl'}", "workers=0")
+    rewards = f"{{right: exact, long: {{kind: function, function: '{file}:lengths', weight: 0.5}}}}"
+    words = [f"--environment.{word}" for word in (*chosen, "max_turns=3", f"rewards={rewards}")]
+    environment = load(EvalConfig, None, words).environment.build(0)
+    with closing(environment):
+        environment.trial_call(environment.tasks[0], AssistantTurn("3"))
+        episodes = [environment.reset(environment.tasks[0]) for _ in range(3)]
+        goes_on = TurnResult(observation="go on")
+        assert step(environment, episodes, ["", "", "fail"])[:2] == [goes_on, goes_on]
+        assert [episode.score is not None and episode.score.excluded for episode in episodes] == [False, False, True]
+        results = step(environment, episodes[:2], ["3", "bonus"])
+        assert [result.score and result.score.reward for result in results] == [1.5, 4.5]
+        assert dict(getattr(results[0].score, "components", {})) == {"right": 1.0, "long": 1.0}
+    grouped = f"{{right: {{kind: function, function: '{file}:lengths', group: true}}}}"
+    with pytest.raises(ValueError, match=r"has group: true, .* would never be complete\. Set group to false"):
+        load(EvalConfig, None, [*words[:-1], f"--environment.rewards={grouped}"]).environment.build(0)
+    with pytest.raises(ConfigError, match="it has both reward and rewards"):
+        load(EvalConfig, None, [*words, "--environment.reward=exact"])
+    with pytest.raises(ValueError, match="returned None, but a reward is a number"):
+        read_turn(None)  # without a reward, None is no score

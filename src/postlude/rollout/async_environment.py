@@ -20,7 +20,7 @@ from typing import Any
 
 from postlude.pool.worker_pool import CallResult
 from postlude.rollout.coroutine_pool import CoroutinePool
-from postlude.rollout.environments import TurnEnvironment, TurnResult, read_turn
+from postlude.rollout.environments import TurnEnvironment, read_turn
 from postlude.rollout.episode import AssistantTurn, Episode
 from postlude.rollout.tasks import Task, Tasks
 
@@ -58,7 +58,7 @@ class AsyncEnvironment(TurnEnvironment):
         try:
             if result.failure is not None:
                 raise ValueError(result.error)
-            read_turn(result.value)
+            read_turn(result.value, scored=self.reward is not None)
         except ValueError as error:
             raise ValueError(
                 f"{self.name} failed on trial on {task.name}: {str(error).rstrip('.')}. It would fail all through the "
@@ -85,8 +85,8 @@ class AsyncEnvironment(TurnEnvironment):
                 await episode.state.begin()
         return await episode.state.step(episode.turns[-1])
 
-    def _poll(self, timeout: float | None) -> list[tuple[Episode, TurnResult]]:
-        return self._turn_results(self._coroutines.poll(timeout))
+    def _poll_calls(self, timeout: float | None) -> Mapping[int, CallResult]:
+        return self._coroutines.poll(timeout)
 
 
 async def _close(state: Any) -> None:

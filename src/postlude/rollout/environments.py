@@ -35,7 +35,7 @@ from postlude.pool.limits import DEFAULT_LIMITS, WorkerLimits
 from postlude.pool.open_pool import function_name, open_pool
 from postlude.pool.worker_pool import CallResult, PoolFactory
 from postlude.rollout.episode import AssistantTurn, Episode
-from postlude.rollout.reward import Reward, trial_failure
+from postlude.rollout.reward import WAIT_SECONDS, Reward, trial_failure
 from postlude.rollout.rewards import FailureCounter, Score, failure_message, is_reply, read_score
 from postlude.rollout.tasks import Task, Tasks
 
@@ -163,7 +163,8 @@ class TurnEnvironment(Environment):
 
     An episode whose call fails or returns an invalid value ends. It is counted in `failures`, and is excluded from
     training or earns `failed_reward` if that is a number. An episode that is not over after `max_turns` completions
-    earns `unfinished_reward` besides its score so far.
+    earns `unfinished_reward` besides its score so far. `reward` scores the last completion of an episode that a call
+    ended, besides what the call returned, which may be None then.
     """
 
     def __init__(
@@ -175,28 +176,59 @@ class TurnEnvironment(Environment):
         unfinished_reward: float = 0.0,
         keep_reasoning: bool = False,
         failed_reward: float | None = None,
+        reward: Reward | None = None,
     ) -> None:
         if max_turns < 1:
             raise ValueError(f"max_turns is {max_turns}, but the model must have at least one turn.")
+        if reward is not None and reward.needs_group:
+            raise ValueError(
+                f"the reward {reward.name} has group: true, but an episode of several turns may end without a reward, "
+                "such as over the budget, and its group would never be complete. Set group to false."
+            )
+        self.reward = reward
+        self._ended: dict[int, Score] = {}  # by id of the episode that the reward scores
         self.tasks, self.name, self.keep_reasoning = tasks, name, keep_reasoning
         self.max_turns, self.unfinished_reward = max_turns, unfinished_reward
         self.failures, self.failed_reward = FailureCounter(name, failed_reward), failed_reward
         self._waiting: dict[int, Episode] = {}  # by call id
 
+    @abstractmethod
+    def _poll_calls(self, timeout: float | None) -> Mapping[int, CallResult]:
+        """Returns the results of calls that ended, by call id."""
+
+    def _poll(self, timeout: float | None) -> list[tuple[Episode, TurnResult]]:
+        if self.reward is None:
+            return self._turn_results(self._poll_calls(timeout))
+        deadline = time.monotonic() + (WAIT_SECONDS if timeout is None else timeout)
+        while True:
+            results = self._turn_results(self._poll_calls(0.0))
+            for episode, score in self.reward.poll(0.0):
+                results.append((episode, TurnResult(self._ended.pop(id(episode)).plus(score))))
+            remaining = deadline - time.monotonic()
+            if results or remaining <= 0:
+                return results
+            time.sleep(min(WAIT_SECONDS, remaining))
+
     def _turn_results(self, results: Mapping[int, CallResult]) -> list[tuple[Episode, TurnResult]]:
+        """Returns the results of turns, without those of episodes that the reward scores first."""
         episodes = {call_id: self._waiting.pop(call_id) for call_id in results if call_id in self._waiting}
-        return [(episode, self._turn_result(episode, results[call_id])) for call_id, episode in episodes.items()]
+        turns = [(episode, self._turn_result(episode, results[call_id])) for call_id, episode in episodes.items()]
+        return [(episode, turn) for episode, turn in turns if id(episode) not in self._ended]
 
     def _turn_result(self, episode: Episode, result: CallResult) -> TurnResult:
         if result.failure is not None:
             return TurnResult(self.failures.failed(result))
         try:
-            turn = read_turn(result.value)
+            turn = read_turn(result.value, scored=self.reward is not None)
         except ValueError as error:
             return TurnResult(self.failures.invalid(error))
         if not turn.done and len(episode.turns) >= self.max_turns:
             unfinished = Score(self.unfinished_reward, {"unfinished": 1.0})
             return TurnResult(unfinished if turn.score is None else turn.score.plus(unfinished))
+        if turn.done and self.reward is not None:
+            assert turn.score is not None
+            self._ended[id(episode)] = turn.score
+            self.reward.submit(episode)
         return turn
 
 
@@ -204,8 +236,8 @@ class MultiTurn(TurnEnvironment):
     """A conversation with `reply`, which gets all completions so far and returns an observation or a score.
 
     reply(prompt, completions, example) is called in worker processes, by the rules of a reward function. Text or
-    messages that it returns are what the model reads next. A number, or a dict of numbers, ends the episode. It keeps
-    no state between calls.
+    messages that it returns are what the model reads next. A number, or a dict of numbers, ends the episode; with a
+    `reward` so does None. It keeps no state between calls.
     """
 
     def __init__(
@@ -226,8 +258,10 @@ class MultiTurn(TurnEnvironment):
 
     @property
     def lost_workers(self) -> int | None:
-        """As the pool counts them."""
-        return self.pool.lost
+        """As the pool and the reward count them."""
+        counts = [self.pool.lost, None if self.reward is None else self.reward.lost_workers]
+        reported = [count for count in counts if count is not None]
+        return sum(reported) if reported else None
 
     def trial_call(self, task: Task, turn: AssistantTurn) -> None:
         """Calls `reply` with one completion before a run starts."""
@@ -235,24 +269,33 @@ class MultiTurn(TurnEnvironment):
         if result.failure is not None:
             raise trial_failure(failure_message(self.name, result), task, turn)
         try:
-            read_turn(result.value)
+            read_turn(result.value, scored=self.reward is not None)
         except ValueError as error:
             raise trial_failure(f"{self.name} {error}", task, turn) from error
+        if self.reward is not None:
+            self.reward.trial_call(task, turn)
 
     def close(self) -> None:
-        """Ends the workers of the pool."""
+        """Ends the workers of the pool, and closes the reward."""
         self.pool.close()
+        if self.reward is not None:
+            self.reward.close()
 
     def _submit(self, episode: Episode) -> None:
         arguments = (episode.task.prompt, episode.completions, episode.task.example)
         self._waiting[self.pool.submit(arguments)] = episode
 
-    def _poll(self, timeout: float | None) -> list[tuple[Episode, TurnResult]]:
-        return self._turn_results(self.pool.poll(timeout))
+    def _poll_calls(self, timeout: float | None) -> Mapping[int, CallResult]:
+        return self.pool.poll(timeout)
 
 
-def read_turn(value: Any) -> TurnResult:
-    """Returns the result that an episode meant by its value, or raises ValueError."""
+def read_turn(value: Any, *, scored: bool = False) -> TurnResult:
+    """Returns the result that an episode meant by its value, or raises ValueError.
+
+    `scored`: a reward scores it, so that None, or (None, None), ends it.
+    """
+    if scored and value in (None, (None, None)):
+        return TurnResult(Score(0.0))
     if not isinstance(value, tuple):
         return TurnResult(observation=value) if is_reply(value) else TurnResult(read_score(value))
     if len(value) != 2 or not (value[0] is None or is_reply(value[0])):

@@ -52,7 +52,7 @@ class FunctionReward(FailureCounter, Reward):
             raise ValueError(f"batch_size is {batch_size}, but a call has at least one completion.")
         if getattr(function, "__module__", None) == "__main__" and workers:  # which is another module in a worker
             function = function_file(function) or function  # type: ignore[arg-type]
-        self.group, self.batch_size = group, batch_size
+        self.needs_group, self.batch_size = group, batch_size
         self._call = RewardCall(function, group)
         self._pool: WorkerPool = open_pool(
             self._call,
@@ -127,7 +127,7 @@ class FunctionReward(FailureCounter, Reward):
     def _start_calls(self) -> None:
         """Starts calls with the episodes that wait."""
         waiting, self._waiting = self._waiting, []
-        if self.group:
+        if self.needs_group:
             present = {id(episode) for episode in waiting}
             groups = {id(episode.group): episode.group for episode in waiting}
             batches = [group for group in groups.values() if all(id(episode) in present for episode in group)]

@@ -30,6 +30,8 @@ class Reward(ABC):
 
     name: str
     """What messages call it."""
+    needs_group: bool = False
+    """Whether it scores completions only once all of one prompt were submitted."""
 
     @abstractmethod
     def submit(self, episode: Episode) -> None:
@@ -80,6 +82,7 @@ class WeightedSum(Reward):
         if not rewards:
             raise ValueError("a sum of rewards has at least one. Name one.")
         self.rewards, self.name = dict(rewards), ", ".join(rewards)
+        self.needs_group = any(weighted.reward.needs_group for weighted in rewards.values())
         self._scores: dict[int, dict[str, Score]] = {}  # by id of the episode
 
     @property

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import logging
 import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from postlude.error_output import escape_controls
@@ -80,24 +78,6 @@ def failure_message(name: str, result: CallResult, row: str = "") -> str:
     if result.failure not in ("timed_out", "died"):
         return f"{name} failed{row and f' on {row}'}: {result.error}"
     return f"{str(result.error).rstrip('.')} on {row}." if row else str(result.error)
-
-
-def check_reward_signature(reward: str | None) -> None:
-    """Refuses path/to/file.py:name of a function that takes a batch, as TRL's do. The file is read and not run."""
-    path, _, name = (reward or "").rpartition(":")
-    try:
-        statements = ast.parse(Path(path).read_text()).body
-    except (OSError, SyntaxError, ValueError):
-        return  # loading the function reports what is wrong with its file
-    for node in statements:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
-            parameters = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-            if {"completions", "prompts"} & set(parameters):
-                raise ValueError(
-                    f"{name}({', '.join(parameters)}, ...) in {path} takes all completions of a batch, as TRL calls it,"
-                    f" but a reward here is called for one: write it as def {name}(prompt, completion, example) -> "
-                    "float, where example is the row of the prompt."
-                )
 
 
 def is_reply(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """Tools: functions of the user that a model calls.
 
 `data/tool_calls.py` has the formats in which a completion writes a call. The model reads what the function returns, or
-the error it raises, as a message of the role "tool". A completion without a call is scored. Calls inside
+the error it raises, as a message of the role "tool". A completion without a call ends the episode. Calls inside
 <think>...</think> are ignored.
 """
 
@@ -24,32 +24,29 @@ TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", list: 
 
 @dataclass
 class ToolReply:
-    """Returns the results of a completion's calls or, without any, `reward(prompt, completion, example)`.
+    """Returns the results of a completion's calls or, without any, None, which ends the episode.
 
     It is the `reply` of a `MultiTurn`, so it runs in worker processes: a tool that hangs or crashes fails its attempt.
     """
 
     tools: Sequence[str]
     """path/to/file.py:name of each tool."""
-    reward: str | Callable[..., Any]
     format: str = "hermes"
     """Name of the tool-call format, or path/to/file.py:Class."""
     _loaded: dict[str, Callable[..., Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def prepare(self) -> None:
-        """Loads the tools and the reward function."""
+        """Loads the tools."""
         self._loaded, self._format = load_tools(self.tools), load_format(self.format)
         self._types: ParameterTypes = {name: parameter_types(tool) for name, tool in self._loaded.items()}
-        self._reward = load_callable(self.reward) if isinstance(self.reward, str) else self.reward
-        getattr(self._reward, "prepare", lambda: None)()
 
     def __call__(self, prompt: Any, completions: Sequence[str], example: Mapping[str, Any]) -> Any:
-        """Returns messages to read, or the value of the reward function."""
+        """Returns messages to read, or None."""
         if not self._loaded:
             self.prepare()
         calls = self._format.parse(answer_text(completions[-1]), self._types)
         if not calls:
-            return self._reward(prompt, completions[-1], example)
+            return None
         return [{"role": "tool", "content": self._result(call)[:MAX_RESULT_LENGTH]} for call in calls]
 
     def _result(self, call: ToolCall | MalformedCall) -> str:
@@ -68,7 +65,7 @@ class ToolReply:
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"tools": tuple(self.tools), "reward": self.reward, "format": self.format, "_loaded": {}}
+        return {"tools": tuple(self.tools), "format": self.format, "_loaded": {}}
 
 
 def load_tools(tools: Sequence[str]) -> dict[str, Callable[..., Any]]:

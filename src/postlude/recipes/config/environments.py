@@ -19,15 +19,13 @@ from postlude.recipes.config.rewards import (
     RewardCalls,
     RewardKinds,
     RewardModelFields,
-    built_in,
 )
 from postlude.recipes.config.schema import Settings, TaggedUnion
 from postlude.recipes.row_sources import dataset_names
 from postlude.rollout.async_environment import AsyncEnvironment
 from postlude.rollout.environments import Environment, MultiTurn, SingleTurn, is_chat
 from postlude.rollout.openenv import OpenEnvServer, OpenEnvTasks
-from postlude.rollout.reward import Weighted, WeightedSum
-from postlude.rollout.rewards import check_reward_signature
+from postlude.rollout.reward import Reward, Weighted, WeightedSum
 from postlude.rollout.tasks import ANSWER, DatasetTasks, ReasoningGym, Tasks
 from postlude.rollout.tools import ToolReply, load_tools, tool_schema
 from postlude.user_code import load_callable
@@ -131,31 +129,37 @@ class TurnSettings(RewardSettings):
         return {name: getattr(self, name) for name in names}
 
 
-class DatasetSettings(PromptSettings, RewardWorkerSettings):
-    """Prompts of a file, with a reward of yours, several of them, or a comparison with answers."""
+class ScoredPromptSettings(PromptSettings, RewardWorkerSettings):
+    """Prompts of a file, and the rewards of completions."""
 
     reward: Code | None = None
     """path/to/file.py:name of a function of completion or completions, which also gets what else it names: prompt,
     completion_ids, length, truncated, example, columns of the row. Or a comparison with the row's answer: "exact" as
-    text, "math" as mathematics."""
+    text, "math" as mathematics. Of several turns, it gets the last."""
     rewards: dict[str, RewardKinds] = Field(default_factory=dict)
     """In place of reward: several by name. The reward is the sum of weight · value, and each value is a metric."""
 
+    needs_reward: ClassVar[bool] = True
+    """Whether there is no other source of rewards."""
+
     @model_validator(mode="after")
     def _check_rewards(self) -> Self:
-        if (self.reward is None) == (not self.rewards):
-            mistake = "both reward and rewards" if self.rewards else "neither reward nor rewards"
-            raise ValueError(f"it has {mistake}. Give a function as reward, or several by name as rewards.")
-        return self
+        if self.reward is not None and self.rewards:
+            mistake = "both reward and rewards"
+        elif self.needs_reward and self.reward is None and not self.rewards:
+            mistake = "neither reward nor rewards"
+        else:
+            return self
+        raise ValueError(f"it has {mistake}. Give a function as reward, or several by name as rewards.")
 
-    def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
-        """Returns the environment. `pool_factory` makes its reward workers."""
+    def build_reward(self, pool_factory: PoolFactory | None) -> Reward | None:
+        """Returns the reward, or None if there is none. `pool_factory` makes its workers."""
         calls = RewardCalls(
             self.workers, self.timeout, self.failed_reward, pool_factory, self.answer, self.worker_limits
         )
         if self.reward is not None:
-            return SingleTurn(self.tasks(), calls.function(self.reward))
-        tasks, rewards = self.tasks(), dict[str, Weighted]()
+            return calls.function(self.reward)
+        rewards = dict[str, Weighted]()
         try:
             for name, settings in self.rewards.items():
                 rewards[name] = Weighted(settings.build(calls), settings.weight)
@@ -163,7 +167,17 @@ class DatasetSettings(PromptSettings, RewardWorkerSettings):
             for weighted in rewards.values():
                 weighted.reward.close()
             raise
-        return SingleTurn(tasks, WeightedSum(rewards))
+        return WeightedSum(rewards) if rewards else None
+
+
+class DatasetSettings(ScoredPromptSettings):
+    """Prompts of a file, with a reward of yours, several of them, or a comparison with answers."""
+
+    def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
+        """Returns the environment. `pool_factory` makes its reward workers."""
+        tasks, reward = self.tasks(), self.build_reward(pool_factory)
+        assert reward is not None
+        return SingleTurn(tasks, reward)
 
 
 class RewardModelSettings(PromptSettings, RewardModelFields):
@@ -181,50 +195,57 @@ class RewardModelSettings(PromptSettings, RewardModelFields):
         return SingleTurn(self.tasks(), settings.build(RewardCalls(0, self.timeout, self.failed_reward)))
 
 
-class ConversationSettings(PromptSettings, RewardWorkerSettings, TurnSettings):
-    """Prompts of a file, each the start of a conversation with a function of yours."""
+class MultiTurnSettings(ScoredPromptSettings, TurnSettings):
+    """Prompts of a file, each the start of a conversation."""
 
-    reply: Code
-    """path/to/file.py:name of reply(prompt, completions, example). It returns the next text or messages, or the reward
-    (a number or a dict of numbers), which ends the conversation."""
-
-    def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
-        """Returns the environment. `pool_factory` makes its reward workers."""
+    def build_turns(self, tasks: Tasks, reply: str | ToolReply, pool_factory: PoolFactory | None) -> MultiTurn:
+        """Returns conversations with `reply`."""
+        reward = self.build_reward(pool_factory)
         workers: dict[str, Any] = {
             "workers": self.workers,
             "worker_limits": self.worker_limits,
             "pool_factory": pool_factory,
         }
-        return MultiTurn(self.tasks(), self.reply, **workers, **self.turn_options)
+        try:
+            return MultiTurn(tasks, reply, reward=reward, **workers, **self.turn_options)
+        except BaseException:
+            if reward is not None:
+                reward.close()
+            raise
 
 
-class ToolSettings(PromptSettings, RewardWorkerSettings, TurnSettings):
-    """Prompts of a file, answered with calls of tools: functions of yours, in the format of chat models."""
+class ConversationSettings(MultiTurnSettings):
+    """Prompts of a file, each the start of a conversation with a function of yours."""
+
+    needs_reward: ClassVar[bool] = False
+    reply: Code
+    """path/to/file.py:name of reply(prompt, completions, example). It returns the next text or messages, or the reward
+    (a number or a dict of numbers), which ends the conversation. With reward or rewards, which are added, it may return
+    None at the end."""
+
+    def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
+        """Returns the environment. `pool_factory` makes its workers."""
+        return self.build_turns(self.tasks(), self.reply, pool_factory)
+
+
+class ToolSettings(MultiTurnSettings):
+    """Prompts of a file, answered with calls of tools: functions of yours, in the format of chat models. A completion
+    without a call is the answer, which is scored."""
 
     tools: Annotated[tuple[Code, ...], Field(min_length=1)]
     """path/to/file.py:name of each tool. The chat template shows their names, docstrings and types to the model."""
     format: Code = "hermes"
     """How the model writes a call: hermes, llama3, qwen3_coder, or path/to/file.py:Class of a ToolCallFormat."""
-    reward: Code
-    """path/to/file.py:name of reward(prompt, completion, example) for a completion without a call, or "exact" or
-    "math"."""
 
     def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
-        """Returns the environment. `pool_factory` makes its reward workers."""
-        check_reward_signature(self.reward)
+        """Returns the environment. `pool_factory` makes its workers."""
         tools, tasks = load_tools(self.tools), self.tasks()
         if not is_chat(tasks[0].prompt):
             raise ValueError(
                 "tools are called in messages, but prompts are text. Set environment.chat to true, or give messages."
             )
         load_format(self.format)  # raises if there is none
-        reply = ToolReply(self.tools, built_in(self.reward, self.answer), self.format)
-        workers: dict[str, Any] = {
-            "workers": self.workers,
-            "worker_limits": self.worker_limits,
-            "pool_factory": pool_factory,
-        }
-        environment = MultiTurn(tasks, reply, **workers, **self.turn_options)
+        environment = self.build_turns(tasks, ToolReply(self.tools, self.format), pool_factory)
         environment.template_options = {"tools": [tool_schema(name, function) for name, function in tools.items()]}
         return environment
 
