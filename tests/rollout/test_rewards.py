@@ -437,6 +437,7 @@ def test_a_reply_to_another_call_is_refused() -> None:
     """It has the worker's secret but another call id: replies of an earlier call must not score this one."""
     process = _WorkerProcess.__new__(_WorkerProcess)
     process.sent, process.forged, process.ended, process.timeout = deque([3, 4]), False, False, 1.0
+    process.removed = frozenset()
     results: dict[int, CallResult] = {}
     with mock.patch.object(process, "receive", return_value=[{"id": 3, "value": 1.0}, {"id": 3, "value": 2.0}]):
         assert not process.collect(results)

@@ -58,7 +58,7 @@ Temperature: TypeAlias = Annotated[
 
 TopP: TypeAlias = Annotated[float, Field(gt=0, le=1), AfterValidator(lambda value: SamplingParams(top_p=value).top_p)]
 MinP: TypeAlias = Annotated[float, Field(ge=0, le=1)]
-StopStrings: TypeAlias = tuple[Annotated[str, Field(min_length=1)], ...]
+StopTexts: TypeAlias = tuple[Annotated[str, Field(min_length=1)], ...]
 
 
 class SamplingSettings(Settings):
@@ -74,7 +74,7 @@ class SamplingSettings(Settings):
     """Sample from the smallest set of tokens with this total probability."""
     min_p: MinP = 0.0
     """Sample from tokens with at least this fraction of the highest probability."""
-    stop: StopStrings = ()
+    stop: StopTexts = ()
     """Strings that end a completion."""
     stop_tokens: tuple[NonNegativeInt | Annotated[str, Field(min_length=1)], ...] = ()
     """Tokens that end a completion, besides the model's end-of-sequence tokens: ids, or tokens as the tokenizer writes
@@ -117,7 +117,7 @@ class PassSettings(Settings):
     """Sample from the smallest set of tokens with this total probability in evaluation."""
     min_p: MinP | None = None
     """Sample from tokens with at least this fraction of the highest probability in evaluation."""
-    stop: StopStrings | None = None
+    stop: StopTexts | None = None
     """Strings that end a completion of evaluation."""
     solved: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Reward from which on a completion solves its task, for pass@k."""
