@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 Backend = Literal["auto", "torch", "triton"]
-"""Backend of log-probs: "torch" anywhere, "triton" on a GPU; "auto" uses triton where it can run."""
+"""Backend of a kernel: "torch" anywhere, "triton" on a GPU; "auto" uses triton where it can run."""
+HeadBackend = Literal["auto", "torch", "triton", "logits"]
+"""Backend of log-probs: as `Backend`, or "logits", the plain product with all logits in memory, for comparison."""
 ScanBackend = Literal["auto", "torch", "triton", "fla"]
 """Backend of the scans of Mamba-2 and gated delta nets."""
 KVCacheDtype = Literal["auto", "fp8"]

@@ -248,6 +248,10 @@ def test_head_uses_the_configured_budget_and_backend(monkeypatch: pytest.MonkeyP
     assert_equal(chunked(microbatch, targets=True), expected)
     assert len(chunks) > 1
     assert sum(chunks) == VOCABULARY
+    chunks.clear()
+    plain = LanguageModel(config, head=HeadConfig(backend="logits"))
+    assert_equal(plain(microbatch, targets=True), expected)
+    assert not chunks
     with pytest.raises(RuntimeError, match='backend="triton" cannot run: the tensors are on cpu'):
         LanguageModel(config, head=HeadConfig(backend="triton"))(microbatch, targets=True)
 
@@ -255,5 +259,7 @@ def test_head_uses_the_configured_budget_and_backend(monkeypatch: pytest.MonkeyP
 def test_invalid_head_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="the backend of the head is 'cuda', but the choices are 'auto', 'torch'"):
         HeadConfig(backend="cuda")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match='memory_budget is 5, but backend="logits" holds all logits'):
+        HeadConfig(backend="logits", memory_budget=5)
     with pytest.raises(ValueError, match="memory_budget is 0, but it must be a number of at least 1"):
         HeadConfig(memory_budget=0)

@@ -349,7 +349,8 @@ def test_ignored_positions_are_not_projected() -> None:
         ({"temperature": torch.ones(2)}, "one entry for each of 3 tokens"),
         ({"softcap": 0.0}, "softcap must be above 0"),
         ({"topk": 14}, "between 0 and the vocabulary's 13 entries"),
-        ({"backend": "cuda"}, 'backend is "auto", "torch" or "triton"'),
+        ({"backend": "cuda"}, "the head's backend is 'cuda', but the choices are 'auto', 'torch', 'triton', 'logits'"),
+        ({"backend": "logits", "memory_budget": 9}, 'memory_budget is 9, but backend="logits" holds all logits'),
         ({"memory_budget": 0}, "memory_budget must be above 0"),
     ],
 )

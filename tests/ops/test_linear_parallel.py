@@ -57,7 +57,7 @@ def shard(group: dist.ProcessGroup, shards: tuple[int, ...]) -> tuple[int, slice
     return rank, slice(start, start + shards[rank])
 
 
-def run(group: dist.ProcessGroup, shards: tuple[int, ...], form: str, memory_budget: int | None) -> dict[str, Any]:
+def run(group: dist.ProcessGroup, shards: tuple[int, ...], form: str, computed: dict[str, Any]) -> dict[str, Any]:
     """Returns one rank's results and gradients of the head, and the collectives used."""
     full_operands = operands()
     rank, rows = shard(group, shards)
@@ -81,7 +81,7 @@ def run(group: dist.ProcessGroup, shards: tuple[int, ...], form: str, memory_bud
             lse=True,
             top1=True,
             topk=4,
-            memory_budget=memory_budget,
+            **computed,
             **OPTIONS,
         )
     results = (stats.logprob, stats.entropy, stats.lse)
@@ -99,11 +99,9 @@ def run(group: dist.ProcessGroup, shards: tuple[int, ...], form: str, memory_bud
 
 
 @pytest.mark.parametrize("form", ["replicated", "sequence"])
-@pytest.mark.parametrize("memory_budget", [None, 600])
+@pytest.mark.parametrize("computed", [{}, {"memory_budget": 600}, {"backend": "logits"}], ids=str)
 @pytest.mark.parametrize(("size", "shards"), LAYOUTS)
-def test_equals_one_rank(
-    ranks: Ranks, size: int, shards: tuple[int, ...], memory_budget: int | None, form: str
-) -> None:
+def test_equals_one_rank(ranks: Ranks, size: int, shards: tuple[int, ...], computed: dict[str, Any], form: str) -> None:
     full_operands = operands()
     exact = dense(full_operands.hidden, full_operands.weight, full_operands.targets, bias=full_operands.bias, **OPTIONS)
     expected = full_operands.gradients(exact)
@@ -116,7 +114,7 @@ def test_equals_one_rank(
         top1=True,
         **OPTIONS,
     )
-    outputs = ranks(size, run, shards, form, memory_budget)
+    outputs = ranks(size, run, shards, form, computed)
     for answer in outputs:
         for name, result, want in zip(("logprob", "entropy", "lse"), answer["results"], exact, strict=True):
             assert_close(result, want, name)
@@ -134,7 +132,7 @@ def test_equals_one_rank(
 
 @pytest.mark.parametrize("memory_budget", [None, 600, 1])
 def test_one_collective_for_any_number_of_slabs(ranks: Ranks, memory_budget: int | None) -> None:
-    for answer in ranks(2, run, (20, 17), "replicated", memory_budget):
+    for answer in ranks(2, run, (20, 17), "replicated", {"memory_budget": memory_budget}):
         assert answer["forward"] == ["all_gather_into_tensor"]
         assert answer["backward"] == ["all_reduce"]  # the sum of hidden's gradient, copy_to_group's own
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from postlude.ops.linear_logprobs import TokenStats, linear_logprobs
-from postlude.ops.linear_logprobs.backends import Backend
+from postlude.ops.linear_logprobs.backends import HeadBackend
 
 IGNORE = -100
 BY_HAND = "Call postlude's linear_logprobs on its hidden states with the weight, bias, scale and softcap it means."
@@ -65,7 +65,7 @@ def logprobs(
     topk: int = 0,
     lse: bool = False,
     top1: bool = False,
-    backend: Backend = "auto",
+    backend: HeadBackend = "auto",
     memory_budget: int | None = None,
     **model_inputs: Any,
 ) -> TokenStats:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from postlude.ops.collectives import copy_to_group, gather_from_sequence
 from postlude.ops.linear_logprobs import TokenStats, linear_logprobs
-from postlude.ops.linear_logprobs.backends import Backend
+from postlude.ops.linear_logprobs.backends import HeadBackend
 
 BY_HAND = "Call postlude's linear_logprobs in a processor of your own."
 
@@ -65,7 +65,7 @@ class LogprobsProcessor:
     ignore_index: int = -100
     use_loss_mask: bool = True
     returns: Literal["stats", "tensor"] = "stats"
-    backend: Backend = "auto"
+    backend: HeadBackend = "auto"
     memory_budget: int | None = None
 
     def __post_init__(self) -> None:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from postlude.ops.linear_logprobs.api import (
-    RequestedStats,
     TokenStats,
     flat_hidden,
     refuse_second_derivative,
@@ -29,7 +28,7 @@ from postlude.ops.linear_logprobs.gemm import without_autocast
 from postlude.ops.linear_logprobs.logits import DEFAULT_LOGITS, LogitConfig, LogitOptions
 from postlude.ops.linear_logprobs.plan import plan_rows, plan_sweep
 from postlude.ops.linear_logprobs.resolved_call import ResolvedCall, resolve
-from postlude.ops.linear_logprobs.statistics import Results, Upstream, empty_state
+from postlude.ops.linear_logprobs.statistics import RequestedStats, Results, Upstream, empty_state
 from postlude.ops.linear_logprobs.sweep import Gradients, GradientsNeeded, Head, Projection, TokenSweep
 
 TokenObjective = Callable[[Tensor, Tensor | None, Any], Tensor]
@@ -76,13 +75,14 @@ def linear_objective(
     `linear_logprobs`.
     """
     logit_config = logit_config.replace(**changes)
+    hidden = logit_config.operand(hidden, weight)
     tensors = hidden, weight, logit_config.bias
     needed = GradientsNeeded(*(tensor is not None and tensor.requires_grad for tensor in tensors))
     needs_gradient = torch.is_grad_enabled() and (needed.hidden or needed.weight or needed.bias)
     call = resolve(hidden, weight, targets, logit_config)
     selected_columns = _map_tensors(columns, lambda tensor: call.select(_flat(tensor.detach(), targets)))
     requested = RequestedStats(entropy=entropy, lse=lse, top1=top1)
-    if call.group is None and needs_gradient:
+    if call.group is None and needs_gradient and not call.plain:
         loss, token_losses, *results = _OneSweep.apply(
             flat_hidden(hidden), weight, logit_config.bias, call, token_objective, selected_columns, requested
         )

@@ -44,6 +44,7 @@ def linear_logprobs_at(
             f"are integers of shape ({len(targets)}, k)."
         )
     logit_config = logit_config.replace(**changes)
+    hidden = logit_config.operand(hidden, weight)
     stats = linear_logprobs(hidden, weight, targets, entropy=entropy, lse=True, logit_config=logit_config)
     assert stats.lse is not None  # asked for
     has_target = (targets != logit_config.ignore_index)[:, None]

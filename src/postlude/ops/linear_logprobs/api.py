@@ -11,8 +11,9 @@ from torch import Tensor
 
 from postlude.ops.linear_logprobs.gemm import without_autocast
 from postlude.ops.linear_logprobs.logits import DEFAULT_LOGITS, LogitConfig, LogitOptions
+from postlude.ops.linear_logprobs.plain import plain_results
 from postlude.ops.linear_logprobs.resolved_call import ResolvedCall, resolve
-from postlude.ops.linear_logprobs.statistics import Results, TopKLogits, Upstream, merge_ranks
+from postlude.ops.linear_logprobs.statistics import RequestedStats, Results, TopKLogits, Upstream, merge_ranks
 from postlude.ops.linear_logprobs.sweep import GradientsNeeded, Head, sweep_gradients, sweep_statistics
 
 
@@ -61,36 +62,27 @@ def linear_logprobs(
         lse: also log Σ e^logit, with its gradient (z-loss).
         top1: also whether the target is a likeliest token: no logit is larger than its own.
         logit_config: how logits are computed. Its fields are also keywords of the call, which take precedence: bias,
-            temperature, logit_scale, softcap, ignore_index, target_count, vocab_start, vocab_size, group, backend and
-            memory_budget, as `LogitConfig` explains them.
+            temperature, logit_scale, softcap, ignore_index, target_count, vocab_start, vocab_size, group, backend,
+            memory_budget and cast_hidden, as `LogitConfig` explains them.
 
     It is differentiable once; create_graph=True raises. The backward needs the inputs and a few numbers per token.
     """
     logit_config = logit_config.replace(**changes)
+    hidden = logit_config.operand(hidden, weight)
     call = resolve(hidden, weight, targets, logit_config)
-    vocab_size = call.local_vocab_size if call.group is None else logit_config.vocab_size
-    assert vocab_size is not None
-    if not 0 <= topk <= vocab_size:
-        raise ValueError(f"topk must be between 0 and the vocabulary's {vocab_size} entries, but is {topk}.")
+    if not 0 <= topk <= call.vocab_size:
+        raise ValueError(f"topk must be between 0 and the vocabulary's {call.vocab_size} entries, but is {topk}.")
     requested = RequestedStats(entropy=entropy, lse=lse, top1=top1, topk=topk)
     results = token_results(hidden, weight, logit_config.bias, call, requested)
     return TokenStats.of(results, targets.shape)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestedStats:
-    """The results a call requests besides the log-probs."""
-
-    entropy: bool
-    lse: bool
-    top1: bool
-    topk: int = 0
 
 
 def token_results(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, call: ResolvedCall, requested: RequestedStats
 ) -> tuple[Tensor | None, ...]:
     """Returns the fields of `TokenStats`, [positions, ...] each, of a resolved call."""
+    if call.plain:
+        return plain_results(flat_hidden(hidden), weight, bias, call, requested)
     return _LinearLogprobs.apply(flat_hidden(hidden), weight, bias, call, requested)  # type: ignore[no-any-return]
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 
-from postlude.ops.kernels.capabilities import Backend, gpu_of, use_kernel, warn_of_fallback, why_unmeasured
+from postlude.checks import check_choice
+from postlude.ops.kernels.capabilities import gpu_of, use_kernel, warn_of_fallback, why_unmeasured
 from postlude.ops.linear_logprobs import torch_epilogue
 from postlude.ops.linear_logprobs.gemm import HALF
 from postlude.ops.linear_logprobs.statistics import Epilogue
+from postlude.options import HeadBackend as HeadBackend  # noqa: PLC0414
 
-__all__ = ["Backend", "can_fuse", "select_epilogue"]
 
-
-def select_epilogue(backend: Backend, device: torch.device, dtype: torch.dtype) -> Epilogue:
+def select_epilogue(backend: HeadBackend, device: torch.device, dtype: torch.dtype) -> Epilogue:
     """Returns the epilogue for tensors on `device` whose logits are computed in `dtype`."""
-    if not use_kernel("linear_logprobs", backend, device, dtype):
+    check_choice("the head's backend", backend, get_args(HeadBackend))
+    if backend == "logits" or not use_kernel("linear_logprobs", backend, device, dtype):
         return torch_epilogue
     from postlude.ops.kernels import linear_logprobs_rows  # needs triton
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from postlude.ops.linear_logprobs.backends import Backend
+from postlude.head import check_logits_budget
+from postlude.ops.linear_logprobs.backends import HeadBackend
 
 
 class LogitOptions(TypedDict, total=False):
@@ -25,8 +26,9 @@ class LogitOptions(TypedDict, total=False):
     vocab_start: int
     vocab_size: int | None
     group: dist.ProcessGroup | None
-    backend: Backend
+    backend: HeadBackend
     memory_budget: int | None
+    cast_hidden: bool
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,12 +55,15 @@ class LogitConfig:
             with one collective per call forward and none backward. `hidden`'s gradient is then **this rank's part**:
             pass hidden through `copy_to_group` if it is replicated, or `gather_from_sequence` if it is sharded over
             tokens (`postlude.ops.collectives`), to complete it. Every rank must compute the same loss.
-        backend: "torch" runs anywhere, "triton" needs CUDA; "auto" takes triton where it can run.
+        backend: "torch" runs anywhere, "triton" needs CUDA; "auto" takes triton where it can run. "logits" is the
+            plain product, differentiated by autograd: it holds all logits, and is there to compare with.
+        cast_hidden: casts hidden to the weight's dtype, and so its gradient. With fp32 hidden and a bf16 weight the
+            kernels for half precision then compute the products, which are summed in fp32.
         memory_budget: bytes for the logits slab and the summed gradient, without results and returned gradients; by
             default enough for full speed. The smallest slab is one column, however small the budget.
 
-    Mixed dtypes are projected in the dtype they promote to (autocast's if enabled), always summed in fp32 or better;
-    every gradient has its tensor's dtype.
+    Other mixed dtypes are projected in the dtype they promote to (autocast's if enabled). Products are always summed in
+    fp32 or better, and every gradient has its tensor's dtype.
     """
 
     bias: Tensor | None = None
@@ -70,8 +75,9 @@ class LogitConfig:
     vocab_start: int = 0
     vocab_size: int | None = None
     group: dist.ProcessGroup | None = None
-    backend: Backend = "auto"
+    backend: HeadBackend = "auto"
     memory_budget: int | None = None
+    cast_hidden: bool = False
 
     def __post_init__(self) -> None:
         if self.softcap is not None and self.softcap <= 0:
@@ -80,6 +86,7 @@ class LogitConfig:
             raise ValueError(
                 f"memory_budget must be above 0 bytes, but is {self.memory_budget}. Leave it None for the default."
             )
+        check_logits_budget(self.backend, self.memory_budget)
         if self.group is not None and self.vocab_size is None:
             raise ValueError(
                 "vocab_size is needed with group: a rank knows its own shard alone, not the whole vocabulary."
@@ -90,6 +97,10 @@ class LogitConfig:
         if self.logit_scale != 1.0:
             products = products * self.logit_scale
         return products if self.softcap is None else self.softcap * torch.tanh(products / self.softcap)
+
+    def operand(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Returns `hidden` as it is projected by `weight`."""
+        return hidden.to(weight.dtype) if self.cast_hidden else hidden
 
     def replace(self, **changes: Unpack[LogitOptions]) -> LogitConfig:
         """Returns a copy with the given changes."""

@@ -32,12 +32,14 @@ class ResolvedCall:
     positions: int
     vocab_start: int
     local_vocab_size: int  # vocabulary entries of this shard, without padding
+    vocab_size: int  # those of all shards, or of this one without a group
     operand: torch.dtype  # of the GEMMs' inputs
     compute: torch.dtype  # of logits, statistics and sums
     epilogue: Epilogue
     fused: bool  # whether the fused kernels can take these operands
     group: dist.ProcessGroup | None
     memory_budget: int | None
+    plain: bool  # whether all logits are computed at a time, and differentiated by autograd
     wrong_count: Tensor | None = None  # 0-dim bool: target_count was wrong; None if counted
     batch_invariant: bool = False  # a token's results have the same bits, whatever tokens are beside it
 
@@ -92,7 +94,12 @@ def resolve(hidden: Tensor, weight: Tensor, targets: Tensor, logit_config: Logit
     positions = targets.numel()
     if target_count is not None and not 0 <= target_count <= positions:
         raise ValueError(f"target_count is {target_count}, but there are {positions} targets, ignored ones included.")
-    invariant = is_batch_invariant()
+    invariant, plain = is_batch_invariant(), logit_config.backend == "logits"
+    if invariant and plain:
+        raise ValueError(
+            'backend="logits" computes all tokens in one product, whose bits depend on the batch. Use backend="auto" '
+            "in the batch-invariant mode."
+        )
     temperatures = _flat_temperature(logit_config.temperature, targets)
     if invariant and not isinstance(temperatures, Tensor):  # divided in fp32, as those of a generator's rows
         temperatures = torch.full((1,), temperatures, dtype=torch.float32, device=targets.device).expand(positions)
@@ -130,12 +137,14 @@ def resolve(hidden: Tensor, weight: Tensor, targets: Tensor, logit_config: Logit
         positions=positions,
         vocab_start=vocab_start,
         local_vocab_size=local_vocab_size,
+        vocab_size=local_vocab_size if group is None else vocab_size,
         operand=operand,
         compute=compute,
         epilogue=epilogue,
         fused=fused,
         group=group,
         memory_budget=logit_config.memory_budget,
+        plain=plain,
         wrong_count=selection.wrong_count,
         batch_invariant=invariant,
     )
@@ -177,7 +186,7 @@ def _warn_of_promotion(hidden: torch.dtype, weight: torch.dtype, dtype: torch.dt
     if device == "cuda" and dtype == torch.float32 and (hidden in HALF or weight in HALF):
         log.warning(
             "linear_logprobs: hidden is %s and weight is %s, so logits are computed in fp32, several times slower. "
-            "Cast one to the other's dtype for the fast kernels.",
+            "Set cast_hidden=True, or cast one to the other's dtype, for the fast kernels.",
             hidden,
             weight,
         )

@@ -243,3 +243,13 @@ class Upstream:
     logprob: Tensor | None
     entropy: Tensor | None
     lse: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestedStats:
+    """The results a call requests besides the log-probs."""
+
+    entropy: bool
+    lse: bool
+    top1: bool
+    topk: int = 0

@@ -351,6 +351,8 @@ def _batch_invariant(inputs: PreflightInputs) -> str:
     rollout = getattr(config, "rollout", None)
     keys, quantization = getattr(rollout, "kv_cache_dtype", "auto"), getattr(rollout, "quantization", None)
     options = {name: getattr(config, name, None) for name in ("lora", "overlap", "fp8")}  # an evaluation has none
+    backend = getattr(getattr(config, "head", None), "backend", None)
+    options |= {"head.backend": backend if backend == "logits" else None}
     options |= {"rollout.kv_cache_dtype": None if keys == "auto" else keys, "rollout.quantization": quantization}
     check_batch_invariant(inputs.model[1], getattr(config, "layout", Layout()), options)
     if device.type != "cuda":
