@@ -283,6 +283,10 @@ TESTED_ELSEWHERE = {
     "save_every": CHECKPOINTS,
     "keep_checkpoints": CHECKPOINTS,
     "export": f"{CHECKPOINTS} recipes/test_best_checkpoint.py::test_best_checkpoint_is_kept_and_exported",
+    **dict.fromkeys(
+        ("save_completions", "data.save_completions"),
+        "recipes/test_completion_tables.py::test_all_completions_are_saved_once",
+    ),
     "max_skipped_steps": "recipes/test_supervised.py::test_gradients_that_are_not_finite_end_the_run",
     "limits.failed_rewards": "recipes/test_health.py::test_failing_rewards_end_a_run",
     "limits.weight_growth": EXPLODING,

@@ -30,8 +30,8 @@ from postlude.recipes.rollouts.sampler import (
     TRAINING_SEEDS,
     RolloutBatch,
     RolloutSampler,
+    log_trajectories,
     open_rollout_sampler,
-    sample_rows,
     trajectory_metrics,
 )
 from postlude.recipes.row_sources import ShuffledRows
@@ -112,7 +112,8 @@ class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
         batch = _batch([trajectory.transcript for trajectory in trajectories])
         if held_out:
             return RolloutBatch({}, [batch])
-        self.run.log_samples(self.step + 1, sample_rows(trajectories, self.tokenizer))
+        save_all = self.config.data.save_completions
+        log_trajectories(self.run, self.step + 1, trajectories, self.tokenizer, save_all=save_all)
         return RolloutBatch(trajectory_metrics(trajectories) | self.rollout_sampler.take_metrics(), [batch])
 
 

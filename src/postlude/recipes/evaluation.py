@@ -25,7 +25,7 @@ from postlude.recipes.report.summary import EVALUATED
 from postlude.recipes.rollouts.engine import make_eval_engine
 from postlude.recipes.rollouts.evaluation_sets import evaluate, evaluation_metrics, open_sets
 from postlude.recipes.rollouts.prompts import build_environment
-from postlude.recipes.rollouts.sampler import RolloutSampler, sample_rows, trajectory_metrics
+from postlude.recipes.rollouts.sampler import RolloutSampler, log_trajectories, trajectory_metrics
 from postlude.recipes.rollouts.server_commands import generator_limits
 from postlude.recipes.run.config_changes import MAY_CHANGE
 from postlude.recipes.run.directory import check_run, is_rank0, open_run
@@ -120,7 +120,7 @@ def run(
                     min(first + CHUNK, count), rollout_sampler.sync_and_run_on_rank0(partial(sample_chunk, first))
                 )
         if trajectories:
-            directory.log_samples(0, sample_rows(trajectories, tokenizer))
+            log_trajectories(directory, 0, trajectories, tokenizer, save_all=config.save_completions)
         metrics = rollout_sampler.sync_and_run_on_rank0(
             lambda: (
                 evaluation_metrics(trajectories, samples, config.solved)

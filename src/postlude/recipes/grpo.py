@@ -46,7 +46,7 @@ from postlude.recipes.rollout_columns import (
 from postlude.recipes.rollouts.evaluation_sets import EvaluationSet, evaluate, evaluated_tasks, open_sets
 from postlude.recipes.rollouts.prompts import build_environment
 from postlude.recipes.rollouts.queue import RolloutQueue, policy_lag
-from postlude.recipes.rollouts.sampler import RolloutBatch, open_rollout_sampler, sample_rows, trajectory_metrics
+from postlude.recipes.rollouts.sampler import RolloutBatch, log_trajectories, open_rollout_sampler, trajectory_metrics
 from postlude.recipes.row_sources import SEED_STRIDE, MixedRows, TaskOrder
 from postlude.recipes.run.directory import checkpoint_step
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
@@ -202,7 +202,7 @@ class GRPOTrainer(Trainer):
     def sample_rollouts(self) -> RolloutBatch:
         """Runs on rank 0. Returns the minibatches of the step, with the sequences of all ranks."""
         trained, sampled = self.select_trajectories()
-        self.run.log_samples(self.step + 1, sample_rows(sampled, self.tokenizer))
+        log_trajectories(self.run, self.step + 1, sampled, self.tokenizer, save_all=self.config.save_completions)
         self.health.check_rewards(sampled, self.step + 1)
         metrics = trajectory_metrics(sampled)
         if self.config.samples_per_prompt > 1:

@@ -50,6 +50,7 @@ from postlude.recipes.config.settings import (
 )
 from postlude.recipes.mtp import describe_mtp, model_source
 from postlude.recipes.report.formatting import format_bytes
+from postlude.recipes.run.completion_tables import check_completion_tables
 from postlude.recipes.run.config_changes import MAY_CHANGE
 from postlude.recipes.run.directory import OtherRun, check_run
 from postlude.recipes.run.input_files import input_files
@@ -201,6 +202,8 @@ def model_checks(inputs: PreflightInputs) -> Iterator[Check]:
     yield Check("device", lambda: _device(inputs.launch))
     yield Check("run", lambda: _run(inputs))
     yield Check("loggers", lambda: check_loggers(inputs.config.loggers))
+    if getattr(getattr(inputs.config, "data", inputs.config), "save_completions", False):
+        yield Check("completions", check_completion_tables)
     yield Check("model", lambda: _model(inputs))
     yield Check("weights", lambda: describe_weights(inputs.source, _cold_start(inputs)), after=("model",))
     yield Check("tokenizer", lambda: _tokenizer(inputs), after=("model",))

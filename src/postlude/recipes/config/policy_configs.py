@@ -94,6 +94,8 @@ class PolicyConfig(TrainingConfig):
     overlong_buffer: NonNegativeInt = 0
     """Tokens before max_new_tokens over which the penalty grows from 0 to overlong_penalty (DAPO); 0 penalises only
     truncated completions."""
+    save_completions: bool = False
+    """Save all completions of every step as Parquet: completions/ in the run directory. Needs pyarrow."""
     limits: RolloutLimits = RolloutLimits()
     """When a run ends, and when it warns."""
     warm_start: WarmStart = WarmStart()

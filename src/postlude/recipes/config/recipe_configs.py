@@ -190,6 +190,8 @@ class OnPolicyData(Settings):
     """Rollout engine: the native generator, or servers that get the student's weights after every step."""
     samples_per_prompt: PositiveInt = 1
     """Completions of each prompt."""
+    save_completions: bool = False
+    """Save all completions of every step as Parquet: completions/ in the run directory. Needs pyarrow."""
 
 
 class DistillConfig(SupervisedConfig):
@@ -253,6 +255,8 @@ class EvalConfig(RunConfig):
     """Reward from which on a completion solves its task, for pass@k."""
     sets: EvaluationSets = Field(default_factory=dict)
     """Other sets by name, evaluated too; their metrics are eval/NAME/…."""
+    save_completions: bool = False
+    """Save all completions of the tasks, not of the sets, as Parquet in completions/ of the run. Needs pyarrow."""
     sampling: SamplingSettings = SamplingSettings(temperature=0.0)
     """Sampling parameters of completions."""
     rollout: RolloutSettings = NativeRollout()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -15,13 +16,15 @@ from postlude.data.turn_ends import turn_ends
 from postlude.engine import Engine
 from postlude.engine.batch_sharding import scatter_batch
 from postlude.generate.distributed import DistributedEngine
+from postlude.generate.protocol import Completion
 from postlude.pool.worker_pool import FAILURE_KINDS
 from postlude.recipes.config.rollout import Rollout
 from postlude.recipes.config.settings import SamplingSettings
 from postlude.recipes.report.metrics import COMPONENTS, DRAFTS, LENGTH, LENGTHS, REWARD, REWARDS, WORKERS_LOST
 from postlude.recipes.rollouts.engine import make_rollout_engine, offloading
 from postlude.recipes.rollouts.prompts import encode_prompt, prompt_source
-from postlude.recipes.run.directory import Sample
+from postlude.recipes.run.completion_tables import CompletionRow
+from postlude.recipes.run.directory import RunDirectory, Sample
 from postlude.recipes.run.signals import StopSignals
 from postlude.recipes.run.step_timer import StepTimer
 from postlude.recipes.sequence_limit import SequenceLimit
@@ -263,7 +266,36 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> StepMetrics:
     return metrics | _means(COMPONENTS, failures)
 
 
-def sample_rows(trajectories: Sequence[Trajectory], tokenizer: Any) -> list[Sample]:
+def log_trajectories(
+    run: RunDirectory, step: int, trajectories: Sequence[Trajectory], tokenizer: Any, *, save_all: bool
+) -> None:
+    """Writes a few trajectories of a step for the report, and with `save_all` all of them as a table."""
+    run.log_samples(step, _sample_rows(trajectories, tokenizer))
+    if save_all:
+        run.log_completions(step, [_completion_row(step, trajectory) for trajectory in trajectories])
+
+
+def _completion_row(step: int, trajectory: Trajectory) -> CompletionRow:
+    prompt, completions = trajectory.task.prompt, trajectory.completions
+    return CompletionRow(
+        step=step,
+        group=trajectory.group,
+        environment=trajectory.task.environment,
+        prompt=prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False),
+        completion=_joined_text(completions),
+        reward=None if trajectory.excluded or isnan(trajectory.reward) else trajectory.reward,
+        components={name: value for name, value in trajectory.components.items() if not isnan(value)},
+        truncated=trajectory.truncated,
+        tokens=[token for completion in completions for token in completion.tokens],
+        logprobs=[logprob for completion in completions for logprob in completion.logprobs],
+    )
+
+
+def _joined_text(completions: Sequence[Completion]) -> str:
+    return "\n…\n".join(completion.text or "" for completion in completions)
+
+
+def _sample_rows(trajectories: Sequence[Trajectory], tokenizer: Any) -> list[Sample]:
     """Returns a few of the trajectories as rows of samples.jsonl, the completions of their turns joined by "…"."""
     rows = []
     for trajectory in trajectories[:: max(1, len(trajectories) // LOGGED_SAMPLES)][:LOGGED_SAMPLES]:
@@ -272,7 +304,7 @@ def sample_rows(trajectories: Sequence[Trajectory], tokenizer: Any) -> list[Samp
         rows.append(
             Sample(
                 prompt=prompt if isinstance(prompt, str) else str(prompt[-1]["content"]),
-                completion="\n…\n".join(completion.text or "" for completion in completions),
+                completion=_joined_text(completions),
                 reward=trajectory.reward,
                 components={name: value for name, value in trajectory.components.items() if not isnan(value)},
                 tokens=tokens,

@@ -51,6 +51,8 @@ MAY_CHANGE = (
     "held_out.every",
     "loggers",
     "export",
+    "save_completions",
+    "data.save_completions",
     # limits and reward workers
     "max_skipped_steps",
     "limits",

@@ -6,6 +6,7 @@
     metrics.jsonl               one JSON object per step
     layers.jsonl                lists of each layer, one JSON object per step; only if a block has any (load of experts)
     samples.jsonl               one JSON object per sample
+    completions/                all completions as Parquet, one file per step; only with save_completions
     tensorboard/                the metrics as event files
     cache/                      the dataset's rows as tokens
     checkpoints/step-000100/    training state after step 100, as `Engine.save` writes it
@@ -29,6 +30,7 @@ import yaml
 
 from postlude.durable_files import sync, write_atomic
 from postlude.recipes.config.secrets import mask, with_masks_of
+from postlude.recipes.run.completion_tables import CompletionRow, CompletionTables
 from postlude.recipes.run.config_changes import (
     MISSING,
     describe_differences,
@@ -43,6 +45,7 @@ from postlude.world.agreement import on_rank0
 
 CONFIG, EARLIER, RECORD = "config.yaml", "configs", "run.json"
 METRICS, LAYERS, SAMPLES = "metrics.jsonl", "layers.jsonl", "samples.jsonl"
+COMPLETIONS = "completions"
 COMPLETE = "state.json"  # a checkpoint has it once it is complete
 DELETING = ".deleting"
 NO_DEFAULTS: Mapping[str, Sequence[Any]] = MappingProxyType({})
@@ -92,6 +95,7 @@ class RunDirectory:
         self._metrics = JSONLinesFile(self.path / METRICS)
         self._layers = JSONLinesFile(self.path / LAYERS)
         self._samples = JSONLinesFile(self.path / SAMPLES)
+        self._completions = CompletionTables(self.path / COMPLETIONS)
         self._loggers = MetricLoggers(loggers, self._run_info)
         self._step: int | None = None
         self._resumed_at: int | None = None
@@ -125,6 +129,10 @@ class RunDirectory:
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Writes samples of a step, for the report."""
         self._samples.append([{"step": step} | _plain(asdict(sample)) for sample in samples])
+
+    def log_completions(self, step: int, rows: Sequence[CompletionRow]) -> None:
+        """Writes all completions of a step."""
+        self._completions.write(step, rows)
 
     def sync(self) -> None:
         """Writes what was logged through to the disk, before a checkpoint of its step. Raises if it was deleted."""
@@ -184,6 +192,7 @@ class RunDirectory:
         self._loggers.close()
         for lines in (self._metrics, self._layers, self._samples):
             lines.keep(lambda line: int(line["step"]) <= step)
+        self._completions.drop_after(step)
         self._step = None if step < 0 else step
         self._resumed_at = step
 
@@ -225,7 +234,9 @@ class ReadOnlyRun(RunDirectory):
     def _do_nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    log = log_layers = log_samples = sync = resume_at = rename_checkpoints = record_start = record = _do_nothing
+    log = log_layers = log_samples = log_completions = sync = resume_at = rename_checkpoints = record_start = record = (
+        _do_nothing
+    )
 
     def prune(self, keep: int, best: int | None = None) -> list[Path]:
         """Does nothing."""

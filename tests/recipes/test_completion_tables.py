@@ -1,0 +1,71 @@
+"""`save_completions`: all completions of a run as Parquet, each once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postlude.recipes.config.load import load
+from postlude.recipes.registry import RECIPES
+from postlude.recipes.run import completion_tables
+from postlude.recipes.run.completion_tables import CompletionRow, CompletionTables, check_completion_tables
+from postlude.recipes.run.directory import read_metrics
+from postlude.recipes.run.start_mode import StartMode
+from tests.conftest import Ranks
+
+parquet: Any = pytest.importorskip("pyarrow.parquet")
+SETTINGS = (
+    "--budget=128",
+    "--loggers=[]",
+    "--export=false",
+    "--save_every=1",
+    "--evaluation.every=0",
+    "--prompts_per_step=2",
+    "--samples_per_prompt=6",
+    "--sampling.max_new_tokens=3",
+    "--environment=dataset",
+    "--environment.reward=exact",
+    "--environment.workers=0",
+    "--save_completions=true",
+)
+
+
+def run_grpo(group: Any, directory: str, start: int | None, *overrides: str) -> None:
+    options = [*SETTINGS, f"--environment.path={directory}/sums.jsonl", f"--run={directory}/run", *overrides]
+    RECIPES["grpo"].run(load(RECIPES["grpo"].config, None, options), "cpu", StartMode(start))
+
+
+@pytest.mark.slow
+def test_all_completions_are_saved_once(ranks: Ranks, tmp_path: Path) -> None:
+    sums = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(8)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
+    ranks(1, run_grpo, str(tmp_path), None, "--steps=2")
+    expected = parquet.read_table(tmp_path / "run" / "completions").to_pylist()
+    assert [row["step"] for row in expected] == [1] * 12 + [2] * 12, "more than the samples of the report"
+    assert {row["prompt"] for row in expected} <= {row["prompt"] for row in sums}
+    for line in read_metrics(tmp_path / "run"):
+        rows = [row for row in expected if row["step"] == line["step"]]
+        assert [row["reward"] for row in rows] == line["rewards"]
+        assert [len(row["tokens"]) for row in rows] == [len(row["logprobs"]) for row in rows] == line["lengths"]
+        assert [row["group"] for row in rows] == [rows[0]["group"]] * 6 + [rows[6]["group"]] * 6
+    ranks(1, run_grpo, str(tmp_path), 1, "--steps=2")
+    assert parquet.read_table(tmp_path / "run" / "completions").to_pylist() == expected
+
+
+def test_later_steps_are_dropped_and_texts_that_are_not_utf8_are_escaped(tmp_path: Path) -> None:
+    tables = CompletionTables(tmp_path / "completions")
+    for step in (1, 2, 10):
+        tables.write(step, [CompletionRow(step, 0, "", "p", "\ud83d", None, {"exact": 1.0}, False, [5], [-0.5])])
+    tables.drop_after(1)
+    (row,) = parquet.read_table(tmp_path / "completions").to_pylist()
+    assert (row["step"], row["completion"], row["reward"]) == (1, "\\ud83d", None)
+    assert dict(row["components"]) == {"exact": 1.0}
+
+
+def test_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completion_tables, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pyarrow is missing\. Run `pip install 'postlude\[parquet\]'`"):
+        check_completion_tables()
