@@ -213,13 +213,21 @@ def test_summary_of_a_running_run_ignores_incomplete_lines(tmp_path: Path) -> No
     assert read_summary(tmp_path).step == 1
 
 
-def test_the_remaining_time_has_a_share_of_evaluations_and_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
+def test_the_remaining_time_has_the_evaluations_and_checkpoints_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was never measured makes it a lower bound: an evaluation before the first one, and the export."""
+    now, seconds = 0.0, {"evaluation": 10.0, "checkpoint": 5.0}
     monkeypatch.setattr("time.monotonic", lambda: now)
-    with LiveView(100, console=Console(file=io.StringIO()), silent=False) as live:
-        for step in range(1, 51):
-            now += 11.0 if step % 25 == 0 else 1.0
-            live.update(step, {"loss": 0.5})
-            if step == 49:
-                assert live._eta() == pytest.approx(51 * (49 + 10) / 49)
-        assert live._eta() == pytest.approx(50 + 20)
+    phases = {"evaluation": [25, 50, 75, 100], "checkpoint": [40, 80, 100]}
+    for export in ([], [100]):
+        now, out = 0.0, io.StringIO()
+        console = Console(file=out, width=200)
+        with LiveView(100, console=console, silent=False, phases={**phases, "export": export}) as live:
+            for step in range(1, 100):
+                now += 1.0 + sum(seconds[name] for name in seconds if step in phases[name])
+                live.update(step, {"loss": 0.5})
+                ahead = sum(seconds[name] * sum(later > step for later in phases[name]) for name in seconds)
+                if step >= 40:
+                    assert live.remaining() == (pytest.approx(100 - step + ahead), not export)
+                else:
+                    assert live.remaining()[1] is False
+        assert ("eta at least" in out.getvalue().splitlines()[-1]) is bool(export)

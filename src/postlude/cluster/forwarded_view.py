@@ -13,9 +13,9 @@ from postlude.recipes.run.directory import flatten, is_rank0
 class ForwardedView:
     """Sends rank 0's progress to the driver's `LiveView`. On other ranks it does nothing."""
 
-    def __init__(self, relay: Any, total: int, *, title: str = "postlude", start: int = 0, unit: str = "step") -> None:
+    def __init__(self, relay: Any, total: int, **settings: Any) -> None:
         self.relay, self.silent = relay, not is_rank0()
-        self.settings = {"total": total, "title": title, "start": start, "unit": unit}
+        self.settings = {"total": total, **settings}
 
     def __enter__(self) -> Self:
         self._send("start of view", self.settings)

@@ -317,8 +317,7 @@ class Trainer(ABC):
             metrics[SPEED] = metrics["tokens"] / sum(self.timer.seconds.values())
         metrics |= self._sync_stop_signal_and_memory() | self.timer.take()
         self.run.log_layers(self.step, self.layer_vectors)
-        every = self.config.save_every
-        save_due = self.step == self.total_steps or bool(every and self.step % every == 0)
+        save_due = self.saves_after(self.step)
         if self.evaluates_after(self.step):
             self.unlogged_step = {"phase": phase, "metrics": flatten(metrics)}
             if save_due:
@@ -370,6 +369,20 @@ class Trainer(ABC):
             return False
         self.save()
         return True
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint is due after a step."""
+        every = self.config.save_every
+        return step == self.total_steps or bool(every and step % every == 0)
+
+    def phases(self) -> dict[str, list[int]]:
+        """Returns by name the steps that do more than train. The export after the last step counts to it."""
+        steps = range(1, self.total_steps + 1)
+        return {
+            "evaluation": [step for step in steps if self.evaluates_after(step)],
+            "checkpoint": [step for step in steps if self.saves_after(step)],
+            "export": [self.total_steps] if self.config.export else [],
+        }
 
     def evaluates_after(self, step: int) -> bool:
         """Whether there is an evaluation after a step; 0 is before the first."""
@@ -474,7 +487,8 @@ def run_training(trainer: Trainer, start_mode: StartMode = RESUME_NEWEST) -> Run
         try:
             trainer.start_or_resume(start_mode)
             title = f"{trainer.name} {trainer.config.model}"
-            with trainer.runtime.view(trainer.total_steps, title=title, start=trainer.step) as display:
+            start, phases = trainer.step, trainer.phases()
+            with trainer.runtime.view(trainer.total_steps, title=title, start=start, phases=phases) as display:
                 trainer.signals.show_notice = display.show_notice
                 while trainer.step < trainer.total_steps and not trainer.stop_signal:
                     display.set_phase(trainer.phase)

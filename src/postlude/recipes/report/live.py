@@ -10,6 +10,7 @@ from contextlib import suppress
 from itertools import pairwise
 from statistics import median
 from threading import Lock
+from types import MappingProxyType
 from typing import Any, Protocol, Self
 
 from rich.console import Console, Group, RenderableType
@@ -42,6 +43,7 @@ COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 REFRESHES = 4  # of the panel a second, in a thread of its own
 REMEMBERED = 240  # values behind a sparkline
 RECENT = 20  # steps behind the ETA
+PLAIN = frozenset[str]()  # the phases of a step that only trains
 NARROW = 72  # columns of a terminal that shows values in one column
 
 
@@ -63,16 +65,28 @@ class ProgressView(Protocol):
 
 
 class ViewFactory(Protocol):
-    """Makes a view of `total` steps, of which `start` were done before. `unit` is the name of a step."""
+    """Makes a view of `total` steps, of which `start` were done before. `unit` is the name of a step.
 
-    def __call__(self, total: int, *, title: str = ..., start: int = ..., unit: str = ...) -> ProgressView:
+    `phases` are by name the steps that have more to do, such as an evaluation.
+    """
+
+    def __call__(
+        self,
+        total: int,
+        *,
+        title: str = ...,
+        start: int = ...,
+        unit: str = ...,
+        phases: Mapping[str, Sequence[int]] = ...,
+    ) -> ProgressView:
         """Returns a view to enter."""
 
 
 class LiveView:
     """Shows every step in the terminal. Ranks other than 0 show nothing.
 
-    `start` is the last step before a resumed run; `unit` is the name of a step.
+    `start` is the last step before a resumed run; `unit` is the name of a step. `phases` are by name the steps that
+    have more to do, such as an evaluation: the remaining time has each as long as it took so far.
     """
 
     def __init__(
@@ -82,6 +96,7 @@ class LiveView:
         title: str = "postlude",
         start: int = 0,
         unit: str = "step",
+        phases: Mapping[str, Sequence[int]] = MappingProxyType({}),
         console: Console | None = None,
         silent: bool | None = None,
     ) -> None:
@@ -93,13 +108,17 @@ class LiveView:
         self._phase = self._notice = ""
         self._began = time.monotonic()
         self._last_end = self._began
-        self._seconds_of_steps: list[float] = []
+        self._phases: dict[int, frozenset[str]] = {}  # by step, of steps that have some
+        for name, steps in phases.items():
+            self._phases |= {step: self._phases.get(step, frozenset()) | {name} for step in steps}
+        self._seconds_by_phases: dict[frozenset[str], list[float]] = {}
+        self._eta = "eta ?"
         self._live: Live | None = None
         self._lock = Lock()  # another thread draws the panel
 
     def __enter__(self) -> Self:
         self._began = time.monotonic()
-        self._last_end, self._seconds_of_steps = self._began, []
+        self._last_end = self._began
         if self.step and not self._silent:
             self._print(self._before())
         if not self._silent and self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -126,8 +145,10 @@ class LiveView:
         with self._lock:
             self.step = step
             now = time.monotonic()
-            self._seconds_of_steps.append(now - self._last_end)
+            self._seconds_by_phases.setdefault(self._phases.get(step, PLAIN), []).append(now - self._last_end)
             self._last_end = now
+            seconds, complete = self.remaining()
+            self._eta = f"eta {'' if complete else 'at least '}{format_duration(seconds)}"
             for label, value in _labelled_values(flat):
                 self._history.setdefault(label, deque(maxlen=REMEMBERED)).append(value)
             self._seconds = {key.removeprefix(TIME): value for key, value in flat.items() if key.startswith(TIME)}
@@ -153,7 +174,7 @@ class LiveView:
 
     def _line(self, flat: Mapping[str, float]) -> str:
         values = [f"{label} {format_number(value)}" for label, value in _labelled_values(flat)]
-        return "  ".join([f"{self.unit} {self.step}/{self.total}", *values, f"eta {format_duration(self._eta())}"])
+        return "  ".join([f"{self.unit} {self.step}/{self.total}", *values, self._eta])
 
     def _render(self) -> RenderableType:
         with self._lock:
@@ -169,7 +190,7 @@ class LiveView:
         head.add_row(
             Text(f"{self.unit} {self.step:,}/{self.total:,}", style="bold"),
             ProgressBar(total=max(self.total, 1), completed=self.step),
-            Text(f"{format_duration(spent)} · eta {format_duration(self._eta())}", style="dim"),
+            Text(f"{format_duration(spent)} · {self._eta}", style="dim"),
         )
         values = Table.grid(expand=True, padding=(0, 1))
         for _ in range(2 if wide else 1):
@@ -195,16 +216,29 @@ class LiveView:
         style = "bold" if math.isfinite(last) else "bold red"
         return Text(label), Text(format_number(last), style=style), Text(sparkline(history, width), style="cyan")
 
-    def _eta(self) -> float:
-        """Returns the remaining seconds; nan before the first step.
+    def remaining(self) -> tuple[float, bool]:
+        """Returns the remaining seconds, and whether they include every phase: one never measured cannot be.
 
-        A step takes as long as the last ones, and of evaluations and checkpoints it has its share of all so far.
+        A step takes as long as the last ones, with its share of what single ones took longer.
         """
-        if not self._seconds_of_steps:
-            return math.nan
-        usual = median(self._seconds_of_steps[-RECENT:])
-        beyond = sum(max(seconds - usual, 0.0) for seconds in self._seconds_of_steps) / len(self._seconds_of_steps)
-        return (usual + beyond) * max(self.total - self.step, 0)
+        plain = self._seconds_by_phases.get(PLAIN) or [min(map(min, self._seconds_by_phases.values()))]
+        usual = median(plain[-RECENT:])
+        beyond = sum(max(seconds - usual, 0.0) for seconds in plain) / len(plain)
+        extra = {
+            phases: max(sum(seconds) / len(seconds) - usual, 0.0)
+            for phases, seconds in self._seconds_by_phases.items()
+            if phases
+        }
+        ahead = [phases for step, phases in self._phases.items() if step > self.step]
+        count = max(self.total - self.step, 0)
+        total, complete = usual * count + beyond * (count - len(ahead)), True
+        for phases in ahead:
+            missing = phases
+            for measured in sorted(extra, key=len, reverse=True):  # those measured together first
+                if measured <= missing:
+                    total, missing = total + extra[measured], missing - measured
+            complete = complete and not missing
+        return total, complete
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
