@@ -45,6 +45,7 @@ TRAINING: ChangedOptions = {
     "optimizer.schedule.warmup": ("3",),
     "optimizer.schedule.steps": ("3", *DECAY),
     "optimizer.schedule.floor": ("0.5", *DECAY),
+    "router_losses.balance_coefficient": ("0.5", "--model=tiny-moe"),
     "mtp.weight": ("0.6", AHEAD),
     "mtp.depths": ("2", AHEAD),
     "mtp.layers": ("-", AHEAD),
@@ -273,6 +274,10 @@ TESTED_ELSEWHERE = {
     "lora.ranks": ADAPTER_RANKS,
     "lora.alphas": ADAPTER_RANKS,
     "selection_bias_rate": "engine/test_training.py::test_a_selection_bias_is_updated_by_its_own_rate_only",
+    **dict.fromkeys(
+        (f"router_losses.{name}" for name in ("balance_coefficient", "z_coefficient", "balance")),
+        "engine/test_router_losses.py::test_balance_over_a_batch_equals_transformers",
+    ),
     "mtp.processor": "recipes/test_mtp.py::test_custom_mtp_processor_is_set_in_a_config",
     "mtp.context": "recipes/test_mtp.py::test_custom_mtp_processor_is_set_in_a_config",
     "optimizer.moments": "engine/test_optimizers.py::test_a_small_problem_is_trained_as_in_fp32",

@@ -46,6 +46,7 @@ from postlude.model.output import NO_VALUE_HEAD
 from postlude.objectives import Objective
 from postlude.optimizer import AdamW, OptimizerConfig
 from postlude.options import Overlap, Recompute, ScanBackend, WeightStorage, check_overlap
+from postlude.router_losses import RouterLosses
 from postlude.trace.recorder import NO_RECORDER, Recorder
 from postlude.world.devices import check_initialized, group_device
 from postlude.world.mesh import Mesh
@@ -79,6 +80,7 @@ class Engine(TrainingStateProperties):
         Streamed and exported weights have it merged in; a checkpoint holds the adapters only.
     selection_bias_rate: the update rate of routers' selection biases (balancing without an auxiliary loss),
         independent of the learning rate. None keeps the model config's, which is 0 for every Hugging Face model.
+    router_losses: the auxiliary losses of routers, in place of the model config's.
     batch_invariant: a token's results have the same bits in every batch, and equal a generator's: docs/recipes.md.
     blocks, families: the tables of blocks and of Hugging Face families, custom ones included.
     """
@@ -103,6 +105,7 @@ class Engine(TrainingStateProperties):
         fp8: bool = False,
         lora: LoRA | Mapping[str, LoRA] | None = None,
         selection_bias_rate: float | None = None,
+        router_losses: RouterLosses | None = None,
         batch_invariant: bool = False,
         seed: int = 0,
         mesh: Mesh | None = None,
@@ -119,6 +122,7 @@ class Engine(TrainingStateProperties):
         self.family, self.config = read_model(source, families, blocks)
         if selection_bias_rate is not None:
             self.config = self.config.with_selection_bias_rate(selection_bias_rate)
+        self.config = self.config.with_router_losses(router_losses or RouterLosses())
         self.new_tensors = read_recast_plan(source, families, blocks).new_tensors if isinstance(source, Recast) else ()
         self.generation_config = read_generation_config(source, blocks)
         self.compute_dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from postlude.data import Microbatch
 from postlude.engine.fsdp import shard_stage
+from postlude.engine.gradients import all_reduce_counters
 from postlude.engine.unsharded import ParameterSharding
 from postlude.head import HeadConfig
 from postlude.layout import Stage
@@ -86,6 +87,7 @@ class Stages:
         self, microbatches: Sequence[Microbatch], processor: OutputProcessor, recorder: Recorder
     ) -> None:
         """Runs the microbatches forward and backward. `processor` returns the loss."""
+        self._count_batch(microbatches)
         for index, stage in self.models.items():
             stage.train()
             with recorder.span("fsdp", "weights"):
@@ -101,6 +103,17 @@ class Stages:
         for sharding in self.sharding.values():
             sharding.finish_grads()
             sharding.end_pass()
+
+    def _count_batch(self, microbatches: Sequence[Microbatch]) -> None:
+        """Counts what losses need to know of the whole batch before its first backward, in a forward of its own."""
+        model = next(iter(self.models.values()))
+        if not any(block.counts_batch for block in model.config.blocks.values()):  # the same on every rank
+            return
+        counters = [counter for block in self.blocks for counter in block.batch_counters()]
+        for counter in counters:
+            counter.zero_()
+        self.forward(microbatches, _run_depths)
+        all_reduce_counters(counters, model.mesh)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +216,14 @@ class StageBuilder:
         return stage, shard_stage(
             stage, self.mesh, self.compute_dtype, planned=bool(self.overlap), reduce_once=self.gather_once
         )
+
+
+def _run_depths(inputs: OutputInputs) -> Tensor:
+    """Runs the multi-token-prediction depths, and projects nothing."""
+    if inputs.mtp is not None:
+        for _ in inputs.mtp(inputs, stop_trunk=True, stop_head=True):
+            pass
+    return inputs.hidden.new_zeros(())
 
 
 def _move_tensors(old: LanguageModel, new: LanguageModel, added: Mapping[str, Tensor] = MappingProxyType({})) -> None:

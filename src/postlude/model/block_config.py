@@ -55,6 +55,11 @@ class BlockConfig:
         return False
 
     @property
+    def counts_batch(self) -> bool:
+        """Whether its losses need counts of the whole batch, from a pass before the training pass."""
+        return False
+
+    @property
     def metric_sums(self) -> Mapping[str, int]:
         """The sums that a block adds to `Block.metric_sums` in training, with their sizes, in the order of reduction.
 

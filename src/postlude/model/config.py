@@ -11,6 +11,7 @@ from postlude.checks import Finite, NonNegative, Positive, check_bounds
 from postlude.layout import Layout, Stage
 from postlude.model.block_config import BlockConfig, Size
 from postlude.model.pattern import Pattern, PatternError
+from postlude.router_losses import RouterLosses
 
 RATE = "selection_bias_rate"
 
@@ -108,6 +109,26 @@ class ModelConfig:
                 f"{RATE} is {rate:g}, but no router of {self.pattern} has a selection bias. Leave the setting out."
             )
         return replace(self, blocks={**self.blocks, **biased})
+
+    def with_router_losses(self, losses: RouterLosses) -> ModelConfig:
+        """Returns the config with these auxiliary losses in every router."""
+        changes = losses.changes
+        if not changes:
+            return self
+        set_text = ", ".join(f"router_losses.{name} is {value}" for name, value in changes.items())
+        routers = {
+            symbol: replace(block, **changes)
+            for symbol, block in self.blocks.items()
+            if symbol in self.symbols and hasattr(block, "balance_coefficient")
+        }
+        if not routers:
+            raise ValueError(f"{set_text}, but {self.pattern} has no router. Leave router_losses out.")
+        if losses.balance and not any(getattr(block, "balance_coefficient", 0.0) for block in routers.values()):
+            raise ValueError(
+                f"{set_text}, but no router of {self.pattern} has a balance loss. Set "
+                "router_losses.balance_coefficient above 0, or leave router_losses.balance out."
+            )
+        return replace(self, blocks={**self.blocks, **routers})
 
     def check_layout(self, layout: Layout) -> None:
         """Raises ValueError for a layout that cannot divide this model, with the nearest that can."""

@@ -136,6 +136,7 @@ class Trainer(ABC):
             fp8=config.fp8,
             lora=config.lora,
             selection_bias_rate=config.selection_bias_rate,
+            router_losses=config.router_losses,
             batch_invariant=config.batch_invariant,
             seed=config.seed,
             mtp=config.mtp is not None,

@@ -97,6 +97,13 @@ class Block(nn.Module):
         """
         return ()
 
+    def batch_counters(self) -> tuple[Tensor, ...]:
+        """Returns fp32 counters that forwards in evaluation mode accumulate over this rank's tokens.
+
+        If the config `counts_batch`, they are zeroed, counted and summed over all ranks before each training pass.
+        """
+        return ()
+
     def take_metric_sums(self) -> Tensor | None:
         """Returns what training forwards added to `metric_sums` since the last call, [n] float64; None if nothing."""
         return self.metric_sums.take()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from postlude.ops.experts import (
     replicate_rows,
     start_expert_route,
 )
+from postlude.router_losses import Balance
 from postlude.world.mesh import Axis, Mesh
 
 
@@ -46,10 +47,11 @@ class MoEConfig(GatedConfig):
     `latent_size` the chosen experts work on that many features: one projection before tokens are exchanged, another
     after. Router and shared expert do not.
 
-    `balance_coefficient` weighs E · Σ_e f_e · p_e (f_e an expert's share of a sequence's slots, p_e its mean score in
-    the sequence: 1 when even), averaged over sequences by their lengths. It is DeepSeek-V3's sequence-wise loss: shares
-    of anything larger would depend on how the batch is packed and divided. `z_coefficient` weighs the mean squared
-    logsumexp of the router. Both are means over the tokens of the whole batch.
+    `balance_coefficient` weighs E · Σ_e f_e · p_e (f_e an expert's share of the slots, p_e its mean score: 1 when
+    even). With `balance` "sequence" both are of a sequence, and sequences are averaged by their lengths: DeepSeek-V3's
+    sequence-wise loss. With "batch" both are of the whole batch, as in transformers (for one layer) and Megatron; the
+    shares are counted in a forward of the batch before the training pass. `z_coefficient` weighs the mean squared
+    logsumexp of the router. Both are means over the tokens of the whole batch, and like the rate settings of training.
     """
 
     has_experts = True
@@ -71,8 +73,9 @@ class MoEConfig(GatedConfig):
     shared_intermediate_size: SizeOrZero = 0
     shared_gate: bool = False
     latent_size: SizeOrZero = 0
-    balance_coefficient: NonNegative = 0.0
-    z_coefficient: NonNegative = 0.0
+    balance_coefficient: NonNegative = field(default=0.0, compare=False)
+    z_coefficient: NonNegative = field(default=0.0, compare=False)
+    balance: Balance = field(default="sequence", compare=False)
 
     @property
     def group_score_experts(self) -> int:
@@ -83,6 +86,11 @@ class MoEConfig(GatedConfig):
     def has_aux_losses(self) -> bool:
         """Whether it has a balance loss or z-loss."""
         return bool(self.balance_coefficient or self.z_coefficient)
+
+    @property
+    def counts_batch(self) -> bool:
+        """Whether the balance loss needs the load of the whole batch."""
+        return self.balance == "batch" and self.balance_coefficient > 0
 
     @property
     def router_shape(self) -> tuple[int, int]:
@@ -122,6 +130,7 @@ class MoEConfig(GatedConfig):
                 f"top_k={self.top_k} of {self.experts} experts: choose at least 1 and at most all of them."
             )
         check_choice("scores", self.scores, ("softmax", "sigmoid"))
+        check_choice("balance", self.balance, get_args(Balance))
         if self.experts % self.groups or not 1 <= self.top_groups <= self.groups:
             raise ValueError(
                 f"{self.experts} experts in {self.groups} groups, {self.top_groups} of them chosen: groups divide the "
@@ -200,6 +209,7 @@ class MoE(Block):
     supports_decoding = batch_invariant = True
     selection_bias: Tensor  # [experts] fp32, added to the scores for the choice
     load: Tensor  # [experts] fp32, slots of each expert in this step
+    batch_load: Tensor  # [experts] fp32, slots of each expert in this batch, of all ranks
 
     def __init__(self, config: MoEConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)
@@ -215,6 +225,9 @@ class MoE(Block):
         if config.selection_bias:
             self.register_buffer("selection_bias", torch.zeros(config.experts, dtype=torch.float32))
             self.register_buffer("load", torch.zeros(config.experts, dtype=torch.float32), persistent=False)
+        self.batch_counted = False
+        if config.counts_batch:
+            self.register_buffer("batch_load", torch.zeros(config.experts, dtype=torch.float32), persistent=False)
         self.shared = SharedExpert(config, model.hidden_size, mesh.tp) if config.shared_intermediate_size else None
 
     @property
@@ -249,6 +262,10 @@ class MoE(Block):
         """Returns the load of each expert."""
         return (self.load,) if self.moves_bias else ()
 
+    def batch_counters(self) -> tuple[Tensor, ...]:
+        """Returns the load of each expert in the whole batch."""
+        return (self.batch_load,) if self.config.counts_batch else ()
+
     @torch.no_grad()
     def take_metric_sums(self) -> Tensor | None:
         """Adds the range of the selection bias, which is equal on every rank, and a count of those ranks."""
@@ -282,6 +299,9 @@ class MoE(Block):
         shared = recomputed(self.shared, inside, tokens) if self.shared is not None else None
         if self.training:
             weights = self.balance(weights, logits, scores, choice, context)
+        elif self.config.counts_batch and context.decode_state is None:
+            self.batch_load += self.count(choice, context).sum(0)
+            self.batch_counted = True
         if self.latent_down is not None:
             tokens = recomputed(self.latent_down, inside, tokens)
         return {"tokens": tokens, "choice": choice, "weights": weights, "shared": shared}
@@ -363,14 +383,14 @@ class MoE(Block):
     def count(self, choice: Tensor, context: ForwardContext) -> Tensor:
         """Counts the slots of each expert in this rank's tokens of each sequence, without padding: fp32 [n, experts].
 
-        Without a balance loss all sequences count as one.
+        Unless a balance loss is of each sequence, all count as one.
         """
         experts = self.config.experts
         ones = torch.ones_like(choice, dtype=torch.float32)
         if context.token_mask is not None:
             ones = ones * context.token_mask[:, None]
         rows, slots = 1, choice
-        if self.config.balance_coefficient:
+        if self.config.balance_coefficient and self.config.balance == "sequence":
             rows, slots = context.packing.count, choice + experts * context.sequence_index[:, None]
         # Whole numbers, so their sum is the same in any order.
         return ones.new_zeros(rows * experts).scatter_add_(0, slots.flatten(), ones.flatten()).view(rows, experts)
@@ -380,21 +400,27 @@ class MoE(Block):
     ) -> Tensor:
         """Attaches the balance and z losses: their gradient joins at `weights`, so they need no path to the caller.
 
-        They are means over the whole batch. An expert's share is over a whole sequence, wherever its tokens are.
-        The metrics and the load are counted here too, once if the layer is recomputed.
+        They are means over the whole batch. An expert's share is of a whole sequence, wherever its tokens are, or of
+        the whole batch. The metrics and the load are counted here too, once if the layer is recomputed.
         """
         config, batch_tokens = self.config, context.microbatch.batch_tokens
         measures = context.is_first_call(f"{self.name}.metrics")
         if not (measures or config.has_aux_losses):
             return weights
+        if config.counts_batch and not self.batch_counted:
+            raise RuntimeError(
+                f"{self.name} balances its experts over the whole batch, but no forward in evaluation mode counted it. "
+                'Train with an Engine, which does so before each pass, or use balance="sequence".'
+            )
         counts = self.count(choice, context)
         sums = {"load": counts.sum(0)}
         if config.balance_coefficient:
-            totals = context.total(counts)
+            totals = self.batch_load[None] if config.counts_batch else context.total(counts)
+            rows = torch.zeros_like(choice[:, 0]) if config.counts_batch else context.sequence_index
             share = totals / totals.sum(-1, keepdim=True).clamp_min(1.0)
             probabilities = context.drop_padding(self.probability(scores))
             # A sum, like every loss.
-            evenness = config.experts * weighted_sum(probabilities, share, context.sequence_index)
+            evenness = config.experts * weighted_sum(probabilities, share, rows)
             sums["balance"] = evenness.detach()
             weights = add_aux_loss(weights, evenness * (config.balance_coefficient / batch_tokens))
         if config.z_coefficient:

@@ -303,6 +303,8 @@ def _model(inputs: PreflightInputs) -> str:
     config = inputs.model[1]
     if (rate := getattr(inputs.config, "selection_bias_rate", None)) is not None:
         config.with_selection_bias_rate(rate)  # raises if no router has a selection bias
+    if (losses := getattr(inputs.config, "router_losses", None)) is not None:
+        config.with_router_losses(losses)  # raises if there is no router
     length = inputs.limit.context_length
     context = "no limit of the context" if length is None else f"a context of {length:,} tokens"
     return f"{inputs.config.model}, {config.pattern}, {inputs.size:,} parameters, {context}"

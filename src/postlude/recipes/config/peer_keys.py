@@ -56,6 +56,7 @@ PEER_KEYS: dict[str, tuple[str, ...]] = {
     "cliprange_value": ("critic.clip",),
     "use_vllm vllm_mode": ("rollout.kind",),
     "vllm_server_base_url vllm_server_host vllm_server_port": ("rollout.urls",),
+    "router_aux_loss_coef": ("router_losses.balance_coefficient",),
     "vllm_enable_sleep_mode": ("rollout.share_gpu",),
     "reward_funcs reward_fn reward_function custom_reward_function": ("environment.reward",),
     "reward_weights": ("environment.rewards",),

@@ -25,6 +25,7 @@ from postlude.recipes.config.schema import InputPath, Settings, TaggedUnion
 from postlude.recipes.report.metrics import COMPONENTS
 from postlude.recipes.run.loggers import parse_logger
 from postlude.rollout.tasks import SplitBy
+from postlude.router_losses import RouterLosses
 
 HELD_OUT_TASKS = 64  # of an evaluation that does not say how many
 ModelSource: TypeAlias = Annotated[str, InputPath("model")]
@@ -343,6 +344,8 @@ class TrainingConfig(RunConfig):
     selection_bias_rate: NonNegative | None = None
     """Update rate of the selection bias of routers that have one (DeepSeek-V3, GLM, Nemotron-H), towards even load;
     none takes the model config's, which is 0 for a Hugging Face model."""
+    router_losses: Annotated[RouterLosses, TaggedUnion(RouterLosses)] = RouterLosses()
+    """Auxiliary losses of MoE routers."""
     mtp: MTPSettings | None = None
     """Multi-token prediction besides the objective; none disables it."""
     head: Annotated[HeadConfig, TaggedUnion(HeadConfig)] = HeadConfig()

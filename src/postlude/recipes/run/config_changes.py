@@ -38,6 +38,7 @@ MAY_CHANGE = (
     "optimizer.schedule",
     "optimizer.weight_decay",
     "selection_bias_rate",
+    "router_losses",
     "optimizer.max_grad_norm",
     "warm_start.optimizer.lr",
     "warm_start.optimizer.schedule",
