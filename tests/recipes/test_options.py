@@ -292,6 +292,7 @@ TESTED_ELSEWHERE = {
         ("save_completions", "data.save_completions"),
         "recipes/test_completion_tables.py::test_all_completions_are_saved_once",
     ),
+    "push_to_hub": "recipes/test_hub_push.py::test_model_is_uploaded_and_a_failure_leaves_the_run_finished",
     "max_skipped_steps": "recipes/test_supervised.py::test_gradients_that_are_not_finite_end_the_run",
     "limits.failed_rewards": "recipes/test_health.py::test_failing_rewards_end_a_run",
     "limits.weight_growth": EXPLODING,

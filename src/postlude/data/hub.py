@@ -78,7 +78,7 @@ class HubRepo:
         except Exception as error:  # offline, and the folder was there: what is in it is all there is
             present = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
             if not present:
-                raise FileNotFoundError(self._sentence(_reason(error))) from error
+                raise FileNotFoundError(self._sentence(failure_reason(error))) from error
             return HubSnapshot(folder, tuple(present))
         record = self._list_of_files(folder.name)
         write_atomic(record, json.dumps(sorted(files)).encode())
@@ -112,7 +112,7 @@ class HubRepo:
                 f"tag or a commit after the @."
             ) from error
         except Exception as error:  # whatever the library and its HTTP client raise
-            raise FileNotFoundError(self._sentence(_reason(error))) from error
+            raise FileNotFoundError(self._sentence(failure_reason(error))) from error
 
     def _sentence(self, reason: str) -> str:
         kind = " --repo-type dataset" if self.kind == "dataset" else ""
@@ -170,8 +170,8 @@ def _missing(snapshot: HubSnapshot, files: Sequence[str]) -> list[str]:
     return [file for file in files if not (snapshot.folder / file).is_file()]
 
 
-def _reason(error: BaseException) -> str:
-    """Returns why a download failed, in a clause."""
+def failure_reason(error: BaseException) -> str:
+    """Returns why the Hub could not be used, in a clause."""
     from huggingface_hub import constants
 
     chain: list[BaseException] = [error]

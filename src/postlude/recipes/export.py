@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from postlude.engine.adapters import export_adapter
+from postlude.recipes.hub_push import push_model
 from postlude.recipes.report.finish import model_card
 from postlude.recipes.report.metrics import FALLING, SCORES
 from postlude.recipes.run.directory import RunDirectory, checkpoint_step, is_rank0, read_metrics
@@ -89,3 +90,10 @@ def export_run(trainer: Trainer) -> None:
     if config.lora is not None:
         export_adapter(trainer.engine, run.path / EXPORTED_ADAPTER, base=str(config.model))
     run.record(exported_step=step)
+
+
+def push_run(trainer: Trainer) -> None:
+    """Uploads the exported model from rank 0, if the config says so."""
+    repository = trainer.config.push_to_hub
+    if repository is not None and is_rank0():
+        push_model(trainer.run.path / EXPORTED_MODEL, repository, trainer.best.step or trainer.step)

@@ -30,7 +30,7 @@ from postlude.optimizer import OptimizerConfig
 from postlude.recipes.config import schema
 from postlude.recipes.config.recipe_configs import MASK
 from postlude.recipes.config.settings import TrainingConfig
-from postlude.recipes.export import BestCheckpoint, export_run
+from postlude.recipes.export import BestCheckpoint, export_run, push_run
 from postlude.recipes.mtp import MTPLoss, model_source
 from postlude.recipes.report.finish import finish_failed_run, finish_run
 from postlude.recipes.report.metrics import LOSS, MEMORY, SKIPPED, SPEED
@@ -71,7 +71,6 @@ class Closable(Protocol):
 
     def close(self) -> None:
         """Releases what it holds."""
-        ...
 
 
 Resource = TypeVar("Resource", bound=Closable)
@@ -421,16 +420,15 @@ class Trainer(ABC):
         return {MEMORY: most_memory} if on_gpu else {}
 
     def finish(self) -> RunOutcome:
-        """Exports the model if the config says so, and writes the report.
-
-        Raises `UnhealthyRun` if the last optimizer step was skipped.
-        """
+        """Exports the model and writes the report. Raises `UnhealthyRun` if the last optimizer step was skipped."""
         self.health.check_last_update(self.step)
         self.run.sync()
         self.engine.finish_saving()
         if self.config.export:
             export_run(self)
-        return self._end(RunOutcome("finished", self.step))
+        outcome = self._end(RunOutcome("finished", self.step))
+        push_run(self)  # last, so that no other rank waits for the upload
+        return outcome
 
     def export(self, path: Path, card: ModelCard | None) -> None:
         """Writes the trained model. Every rank calls it."""

@@ -48,6 +48,7 @@ from postlude.recipes.config.settings import (
     TrainingConfig,
     build_objective,
 )
+from postlude.recipes.hub_push import check_push
 from postlude.recipes.mtp import describe_mtp, model_source
 from postlude.recipes.report.formatting import format_bytes
 from postlude.recipes.run.completion_tables import check_completion_tables
@@ -221,6 +222,8 @@ def training_checks(inputs: PreflightInputs, trial: Batch) -> Iterator[Check]:
         yield Check("mtp", lambda: describe_mtp(inputs.config.model, mtp), after=("model",))
         if mtp.processor is not None:
             yield Check("mtp.processor", lambda: _mtp_processor(inputs, mtp, trial), after=("model",))
+    if (repository := inputs.config.push_to_hub) is not None:
+        yield Check("push_to_hub", lambda: check_push(repository))
     if inputs.config.lora is not None:
         yield Check("lora", lambda: _lora(inputs), after=("model",))
     yield Check("layout", lambda: _layout(inputs), after=("model",))

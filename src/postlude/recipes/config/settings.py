@@ -375,6 +375,15 @@ class TrainingConfig(RunConfig):
     the merged model, and adapter/ has the adapters as peft reads them. "best" keeps the checkpoint with the best score
     on held-out data besides the newest ones, and exports that one instead of the last."""
 
+    push_to_hub: Annotated[str, Field(pattern=r"^[\w-][\w.-]*/[\w.-]+$")] | None = None
+    """Repository of the Hugging Face Hub, ORG/NAME, to upload the exported model to; a new one is private. It needs a token that can write: `hf auth login`, or HF_TOKEN."""
+
+    @model_validator(mode="after")
+    def _check_push(self) -> Self:
+        if self.push_to_hub is not None and not self.export:
+            raise ValueError(f"push_to_hub is {self.push_to_hub}, but export is false. Leave either out.")
+        return self
+
     @model_validator(mode="after")
     def _check_best(self) -> Self:
         if self.export == "best" and self.no_score:

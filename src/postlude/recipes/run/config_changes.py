@@ -52,6 +52,7 @@ MAY_CHANGE = (
     "held_out.every",
     "loggers",
     "export",
+    "push_to_hub",
     "save_completions",
     "data.save_completions",
     # limits and reward workers
