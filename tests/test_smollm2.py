@@ -13,38 +13,26 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from postlude import (
-    AdamW,
-    Batch,
-    Engine,
-    Loss,
-    OutputInputs,
     export_hf,
     load_model,
     load_tokenizer,
     pack,
-    ranks,
     unpack,
 )
-from postlude.data import IGNORE
 from postlude.generate.generator import Generator
 from postlude.generate.sampling_params import SamplingParams
-from postlude.objectives import SFT, Objective
 from postlude.serving.clients.client import GenerationClient
+from tests.engine.test_hook_loss import TEXTS as REAL_TEXTS
+from tests.engine.test_hook_loss import assert_losses_equal_float64
 from tests.equality import difference
 from tests.generate.test_generator import teacher_forced
 
 pytestmark = pytest.mark.slow
 
-TEXTS = (
-    "The capital of France is Paris, and the capital of Italy is Rome.",
-    "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n",
-    "<|im_start|>user\nWhat is gravity?<|im_end|>\n<|im_start|>assistant\nGravity is a force",
-    "Q",
-)
+TEXTS = (*REAL_TEXTS, "Q")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -134,30 +122,11 @@ def test_generated_completions_equal_transformers(tokenizer, model, hf_model) ->
     assert len(set(answered[-1][0].tokens)) > 8, answered[-1][0].text
 
 
-def through_logits(inputs: OutputInputs) -> Loss:
-    """Next-token loss by a custom processor, from full logits."""
-    logits = inputs.head.logits(inputs.hidden).float()
-    return Loss(F.cross_entropy(logits, inputs.microbatch.targets, ignore_index=IGNORE, reduction="none"))
-
-
-def losses_of_ten_steps(gguf: Path, rows: list[list[int]], objective: Objective) -> list[float]:
-    with ranks():
-        engine = Engine(gguf, budget=64, optimizer=AdamW(lr=1e-4, max_grad_norm=None), compute_dtype=torch.float32)
-        losses = []
-        for _ in range(10):
-            losses.append(engine.forward_backward(Batch(rows), objective).loss)
-            engine.optimizer_step()
-        return losses
-
-
-@pytest.mark.thorough
-def test_ten_steps_on_real_text_through_the_hook_equal_the_default_loss(tokenizer, gguf: Path) -> None:
-    rows = [tokenizer(text)["input_ids"] for text in TEXTS[:3]]
-    default, hook = (losses_of_ten_steps(gguf, rows, objective) for objective in (SFT(over="tokens"), through_logits))
-    assert hook == pytest.approx(default, rel=1e-3)  # AdamW divides gradients by their size, and so their rounding
-    assert hook[0] == pytest.approx(default[0], rel=1e-5)
-    assert all(later < earlier for earlier, later in pairwise(hook))
-    assert hook[-1] < 0.5 * hook[0]
+@pytest.mark.thorough  # tests/engine/test_hook_loss.py has two layers
+def test_ten_steps_on_real_text_equal_float64(tokenizer, gguf: Path) -> None:
+    losses = assert_losses_equal_float64(gguf, [tokenizer(text)["input_ids"] for text in TEXTS[:3]], lr=1e-4)
+    assert all(later < earlier for earlier, later in pairwise(losses))
+    assert losses[-1] < 0.5 * losses[0]
 
 
 @pytest.fixture(scope="module")
