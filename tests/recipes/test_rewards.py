@@ -20,6 +20,7 @@ from postlude.recipes.registry import RECIPES
 from postlude.recipes.report.metrics import explain
 from postlude.recipes.rollouts.evaluation_sets import EvaluatedTasks, EvaluationSet, evaluation_metrics
 from postlude.recipes.run.config_changes import MAY_CHANGE, is_covered
+from postlude.recipes.run.schedule import StepSchedule
 from postlude.recipes.trainer import run_training
 from postlude.rollout.conversations import Trajectory
 from postlude.rollout.environments import Transcript
@@ -246,12 +247,9 @@ def test_requests_of_an_evaluation_are_checked_with_its_length(tmp_path: Path) -
 
 
 def test_evaluation_at_the_start_may_be_left_out() -> None:
-    trainer = object.__new__(GRPOTrainer)
-    trainer.evaluate_every, trainer.warm_start_steps, trainer.total_steps = 4, 3, 13
-    steps = range(trainer.total_steps + 1)
-    assert [step for step in steps if trainer.evaluates_after(step)] == [3, 7, 11, 13]
-    trainer.evaluate_at_start = False
-    assert [step for step in steps if trainer.evaluates_after(step)] == [7, 11, 13]
+    for at_start, expected in ((True, [3, 7, 11, 13]), (False, [7, 11, 13])):
+        schedule = StepSchedule(13, 3, 4, at_start, save_every=0, exports=False)
+        assert [step for step in range(14) if schedule.evaluates_after(step)] == expected
 
 
 def test_several_samples_at_temperature_0_are_refused_in_an_evaluation() -> None:

@@ -51,6 +51,7 @@ from postlude.recipes.run.input_files import input_files
 from postlude.recipes.run.machine_info import machine_info
 from postlude.recipes.run.outcome import EXIT_FAILED, RunFailed, RunOutcome, clear_outcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
+from postlude.recipes.run.schedule import StepSchedule
 from postlude.recipes.run.signals import StopRequested, StopSignals
 from postlude.recipes.run.split import Split
 from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
@@ -253,7 +254,7 @@ class Trainer(ABC):
         if checkpoint is None:
             norm = self.engine.weight_norm()
             self.initial_weight_norm = self.health.check_initial_weights(norm, self.config.model)
-            if self.evaluates_after(self.step) and (metrics := self._evaluate()):
+            if self.schedule.evaluates_after(self.step) and (metrics := self._evaluate()):
                 self.run.log(0, metrics | self.timer.take(), phase="start")  # the evaluation before the first step
         elif self.unlogged_step is not None:
             if on_rank0(lambda: any(line["step"] == step for line in read_metrics(self.run.path))):
@@ -266,7 +267,7 @@ class Trainer(ABC):
     def _restore_newest(self, step: int | None) -> Path | None:
         """Loads the checkpoint of `step`, or the newest. A damaged one is renamed, and the previous one is loaded."""
         damaged: list[Path] = []
-        for checkpoint in on_rank0(lambda: self._checkpoints_to_try(step)):
+        for checkpoint in on_rank0(lambda: self.run.checkpoints_to_try(step)):
             try:
                 self.restore(checkpoint)
             except (OSError, ValueError):
@@ -288,20 +289,10 @@ class Trainer(ABC):
 
     def _checked_split(self, step: int | None) -> Split | None:
         """Returns the split. Raises ValueError if a resumed run has another, or no checkpoint of `step`."""
-        checkpoints, split = self._checkpoints_to_try(step), self.split()
+        checkpoints, split = self.run.checkpoints_to_try(step), self.split()
         if checkpoints and split is not None:
             split.check_same(self.run.path)
         return split
-
-    def _checkpoints_to_try(self, step: int | None) -> list[Path]:
-        """Returns the checkpoint of `step`, or all, newest first. Raises ValueError if `step` has none."""
-        by_step = {checkpoint_step(path): path for path in self.run.checkpoints(incomplete=step is None)}
-        if step is None:
-            return [by_step[saved] for saved in sorted(by_step, reverse=True)]
-        if step not in by_step:
-            names = ", ".join(path.name for path in by_step.values()) or "none"
-            raise ValueError(f"{self.run.path} has no checkpoint of step {step}; it has {names}.")
-        return [by_step[step]]
 
     def train_and_log_step(self) -> StepMetrics:
         """Runs `train_step`, saves and evaluates if due, and logs the metrics of both. Returns them.
@@ -317,8 +308,8 @@ class Trainer(ABC):
             metrics[SPEED] = metrics["tokens"] / sum(self.timer.seconds.values())
         metrics |= self._sync_stop_signal_and_memory() | self.timer.take()
         self.run.log_layers(self.step, self.layer_vectors)
-        save_due = self.saves_after(self.step)
-        if self.evaluates_after(self.step):
+        save_due = self.schedule.saves_after(self.step)
+        if self.schedule.evaluates_after(self.step):
             self.unlogged_step = {"phase": phase, "metrics": flatten(metrics)}
             if save_due:
                 self.save()
@@ -370,26 +361,17 @@ class Trainer(ABC):
         self.save()
         return True
 
-    def saves_after(self, step: int) -> bool:
-        """Whether a checkpoint is due after a step."""
-        every = self.config.save_every
-        return step == self.total_steps or bool(every and step % every == 0)
-
-    def phases(self) -> dict[str, list[int]]:
-        """Returns by name the steps that do more than train. The export after the last step counts to it."""
-        steps = range(1, self.total_steps + 1)
-        return {
-            "evaluation": [step for step in steps if self.evaluates_after(step)],
-            "checkpoint": [step for step in steps if self.saves_after(step)],
-            "export": [self.total_steps] if self.config.export else [],
-        }
-
-    def evaluates_after(self, step: int) -> bool:
-        """Whether there is an evaluation after a step; 0 is before the first."""
-        recipe_step = step - self.warm_start_steps
-        if not self.evaluate_every or recipe_step < (0 if self.evaluate_at_start else 1):
-            return False
-        return recipe_step % self.evaluate_every == 0 or step == self.total_steps
+    @property
+    def schedule(self) -> StepSchedule:
+        """Which steps are evaluated and saved."""
+        return StepSchedule(
+            self.total_steps,
+            self.warm_start_steps,
+            self.evaluate_every,
+            self.evaluate_at_start,
+            self.config.save_every,
+            bool(self.config.export),
+        )
 
     def _evaluate_and_log(self) -> StepMetrics:
         """Evaluates the model after the step that is not logged yet, and logs both. Returns the new metrics."""
@@ -486,7 +468,7 @@ def run_training(trainer: Trainer, start_mode: StartMode = RESUME_NEWEST) -> Run
         try:
             trainer.start_or_resume(start_mode)
             title = f"{trainer.name} {trainer.config.model}"
-            start, phases = trainer.step, trainer.phases()
+            start, phases = trainer.step, trainer.schedule.phases
             with trainer.runtime.view(trainer.total_steps, title=title, start=start, phases=phases) as display:
                 trainer.signals.show_notice = display.show_notice
                 while trainer.step < trainer.total_steps and not trainer.stop_signal:

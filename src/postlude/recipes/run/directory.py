@@ -150,6 +150,16 @@ class RunDirectory:
         named = [path for path in entries if STEP.fullmatch(path.name)]
         return sorted((path for path in named if incomplete or (path / COMPLETE).is_file()), key=checkpoint_step)
 
+    def checkpoints_to_try(self, step: int | None) -> list[Path]:
+        """Returns the checkpoint of `step`, or all, newest first. Raises ValueError if `step` has none."""
+        by_step = {checkpoint_step(path): path for path in self.checkpoints(incomplete=step is None)}
+        if step is None:
+            return [by_step[saved] for saved in sorted(by_step, reverse=True)]
+        if step not in by_step:
+            names = ", ".join(path.name for path in by_step.values()) or "none"
+            raise ValueError(f"{self.path} has no checkpoint of step {step}; it has {names}.")
+        return [by_step[step]]
+
     def rename_checkpoints(self, checkpoints: Sequence[Path], suffix: str) -> None:
         """Renames checkpoints to step-000100.SUFFIX, so that they are ignored."""
         for path in checkpoints:

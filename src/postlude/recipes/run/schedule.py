@@ -1,0 +1,38 @@
+"""StepSchedule: which steps of a run are evaluated and saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepSchedule:
+    """A run's steps. `first` of them come before the recipe's own, from which evaluations are counted."""
+
+    total: int
+    first: int
+    evaluate_every: int
+    evaluate_at_start: bool
+    save_every: int
+    exports: bool
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether there is an evaluation after a step; 0 is before the first."""
+        own_step = step - self.first
+        if not self.evaluate_every or own_step < (0 if self.evaluate_at_start else 1):
+            return False
+        return own_step % self.evaluate_every == 0 or step == self.total
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint is due after a step."""
+        return step == self.total or bool(self.save_every and step % self.save_every == 0)
+
+    @property
+    def phases(self) -> dict[str, list[int]]:
+        """By name, the steps that do more than train. The export after the last step counts to it."""
+        steps = range(1, self.total + 1)
+        return {
+            "evaluation": [step for step in steps if self.evaluates_after(step)],
+            "checkpoint": [step for step in steps if self.saves_after(step)],
+            "export": [self.total] if self.exports else [],
+        }
