@@ -376,7 +376,8 @@ class TrainingConfig(RunConfig):
     on held-out data besides the newest ones, and exports that one instead of the last."""
 
     push_to_hub: Annotated[str, Field(pattern=r"^[\w-][\w.-]*/[\w.-]+$")] | None = None
-    """Repository of the Hugging Face Hub, ORG/NAME, to upload the exported model to; a new one is private. It needs a token that can write: `hf auth login`, or HF_TOKEN."""
+    """Repository of the Hugging Face Hub, ORG/NAME, to upload the exported model to; a new one is private. It needs a
+    token that can write: `hf auth login`, or HF_TOKEN."""
 
     @model_validator(mode="after")
     def _check_push(self) -> Self:
