@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class ChatTokenizer(Protocol):
@@ -34,3 +37,7 @@ class ChatTokenizer(Protocol):
 
     def get_added_vocab(self) -> dict[str, int]:
         """The tokens outside the ordinary vocabulary, special ones included."""
+
+
+AnyTokenizer: TypeAlias = "ChatTokenizer | PreTrainedTokenizerBase"
+"""What public functions accept. transformers' class has what `ChatTokenizer` needs, but declares only a part of it."""

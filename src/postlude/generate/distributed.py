@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.data.chat_tokenizer import AnyTokenizer
 from postlude.engine import Engine
 from postlude.engine.base_weights import adapter_matrices, copy_base
 from postlude.generate.generator import Generator
@@ -52,7 +52,7 @@ class ReplicatedGenerator(BatchedPollEngine):
     every rank gets all completions. With `submit` and `poll`, which only rank 0 calls, only rank 0 gets them.
     """
 
-    def __init__(self, model: LanguageModel, tokenizer: ChatTokenizer | None, **limits: Any) -> None:
+    def __init__(self, model: LanguageModel, tokenizer: AnyTokenizer | None, **limits: Any) -> None:
         self.model = model
         self.generator = Generator(model, tokenizer, **limits)
         self.adapter: str | None = None
@@ -129,7 +129,7 @@ class SyncedGenerator(ReplicatedGenerator):
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: ChatTokenizer | None, *, probe: WeightProbe | None = None, **limits: Any
+        self, engine: Engine, tokenizer: AnyTokenizer | None, *, probe: WeightProbe | None = None, **limits: Any
     ) -> None:
         self.engine, self.probe = engine, probe
         self.logprob_diff: float | None = None

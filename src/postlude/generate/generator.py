@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from postlude.checks import check_choice
-from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.data.chat_tokenizer import AnyTokenizer
 from postlude.generate.adapters import MatrixPairs, NamedAdapters
 from postlude.generate.completion_state import CompletionState, PromptState
 from postlude.generate.counter_rng import rng_key
@@ -76,7 +76,7 @@ class Generator:
     def __init__(
         self,
         model: LanguageModel,
-        tokenizer: ChatTokenizer | None = None,
+        tokenizer: AnyTokenizer | None = None,
         *,
         context_length: int | None = None,
         max_batch_tokens: int = 65_536,

@@ -14,7 +14,7 @@ from statistics import fmean, median
 import torch
 
 from postlude.data import Batch
-from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.data.chat_tokenizer import AnyTokenizer
 from postlude.engine import Engine
 from postlude.generate.counter_rng import rng_key
 from postlude.generate.protocol import Completion, Request
@@ -132,7 +132,7 @@ class WeightProbe:
     def __init__(
         self,
         engine: Engine,
-        tokenizer: ChatTokenizer | None = None,
+        tokenizer: AnyTokenizer | None = None,
         limit: float | None = None,
         max_length: int | None = None,
     ) -> None:
@@ -164,7 +164,7 @@ class WeightProbe:
         return TrainerScores(self.engine.step, likeliest)
 
 
-def probe_tokens(count: int, vocab_size: int, tokenizer: ChatTokenizer | None) -> list[int]:
+def probe_tokens(count: int, vocab_size: int, tokenizer: AnyTokenizer | None) -> list[int]:
     """Returns token ids of the vocabulary's middle, by a hash of their position; none that the tokenizer added.
 
     Special tokens are first or last in most vocabularies, and servers may treat them specially.

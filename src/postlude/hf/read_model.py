@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.data.chat_tokenizer import AnyTokenizer
 from postlude.data.hub import HubRepo, hub_repo
 from postlude.data.turn_ends import turn_ends
 from postlude.hf.builtin import BUILTIN, PACKAGED, packaged
@@ -169,7 +169,7 @@ def read_generation_config(source: Source, blocks: BlockTable = BLOCKS) -> dict[
     return {name: settings[name] for name in SPECIAL_TOKENS if settings.get(name) is not None}
 
 
-def end_tokens(generation_config: Mapping[str, Any], tokenizer: ChatTokenizer | None) -> tuple[int, ...]:
+def end_tokens(generation_config: Mapping[str, Any], tokenizer: AnyTokenizer | None) -> tuple[int, ...]:
     """Returns the tokens that end a completion: those of `read_generation_config`, the tokenizer's, the template's."""
     stated = generation_config.get("eos_token_id")
     tokens = list(stated) if isinstance(stated, list | tuple) else [stated]
