@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
-from postlude import load_model, pack
+from postlude import Layout, load_model, pack
 from postlude.hf.builtin import BUILTIN
-from postlude.verify.cases import BUDGET, FRESH_RANGE, batches
+from postlude.verify.cases import BUDGET, FRESH_RANGE, Case, batches
+from postlude.verify.choices import TOLERANCES
+from postlude.verify.compare import Report
+from tests.meshes import verify
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -28,3 +34,23 @@ def test_some_ratios_are_clipped_and_some_are_not(seed: int) -> None:
         kinds |= set(zip(raised.tolist(), clipped.tolist(), strict=True))
         assert ratios.log().abs().max() < 6
     assert len(kinds) == 4
+
+
+def test_tolerance_follows_the_rounding_of_one_rank() -> None:
+    """At most ten times the tolerance, and not for a tolerance that is given."""
+    report = Report(Case("tiny-dense", Layout()), 0.0, 0.0, 0.0, {"bias": 1.5e-5, "weight": 9e-6})
+    assert not report.passes()
+    assert replace(report, rounding={"bias": 1e-5}).passes()
+    assert not replace(report, rounding={"bias": 7e-6, "weight": 1e-5}).passes()
+    assert not replace(report, rounding={"bias": 1e-5}).passes(1e-5)
+    assert not replace(report, gradients={"bias": 2e-4}, rounding={"bias": 1.0}).passes()
+
+
+def test_rounding_is_measured_where_a_layout_is_not_within_the_tolerance(ranks: Any) -> None:
+    """In bf16 tp=2 and one rank differ by more than the tolerance, and by less than both from fp32."""
+    case = Case("tiny-dense", Layout(tp=2), compute_dtype=torch.bfloat16, initializer_range=0.2)
+    report = ranks(2, verify, case)[0]
+    assert max(report.offs.values()) > TOLERANCES["bfloat16"]
+    assert report.rounding.keys() == report.offs.keys()
+    assert report.passes()
+    assert not report.passes(TOLERANCES["bfloat16"])

@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
         return 0  # a rank other than the first, whose reports these are
     default = TOLERANCES["float32" if options.fp8 else dtype]
     tolerance = default if options.tolerance is None else options.tolerance
-    console.print(_table(reports, tolerance))
+    console.print(_table(reports, options.tolerance))
     if options.fp8:
         line = f"products in FP8, everything else in {dtype}: in a shorter dtype the last bit of a number between two "
         line += "values of e4m3 decides which of them it becomes, and layouts differ in last bits"
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     adapters = [] if options.lora is None else compare_adapters_of(cases[0])
     for comparison in adapters:
         console.print(_adapter_line(comparison), markup=False, highlight=False, soft_wrap=True)
-    all_equal = _print_verdict(console, reports, tolerance)
+    all_equal = _print_verdict(console, reports, tolerance, options.tolerance)
     limit = TOLERANCES["float32"] if options.tolerance is None else options.tolerance
     wrong = [comparison.other for comparison in adapters if not comparison.passes(limit)]
     for name_of_other in wrong:
@@ -91,9 +91,9 @@ def _compare(cases: Sequence[Case], options: argparse.Namespace, device: str) ->
     return [report for size, group in sorted(by_size.items()) for report in start(group, device, nproc=size)]
 
 
-def _print_verdict(console: Console, reports: Sequence[Report], tolerance: float) -> bool:
+def _print_verdict(console: Console, reports: Sequence[Report], tolerance: float, chosen: float | None) -> bool:
     """Prints the largest difference of each case that differs, and the verdict. Returns whether all are equal."""
-    different = [report for report in reports if not report.passes(tolerance)]
+    different = [report for report in reports if not report.passes(chosen)]
     for report in different:
         name, off = report.worst
         line = f"{report.case.layout} with {report.case.objective}: the gradient furthest off is {name}, by {off:.1e}"
@@ -104,7 +104,9 @@ def _print_verdict(console: Console, reports: Sequence[Report], tolerance: float
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     count = len(reports)
     verdict = f"{len(different)} of {count} differ by more than" if different else f"all {count} equal within"
-    console.print(f"{verdict} {tolerance:g} of the largest value", highlight=False)
+    rounded = any(report.rounding and report not in different for report in reports) and chosen is None
+    or_rounding = ", or where one rank's own rounding is larger, twice that" if rounded else ""
+    console.print(f"{verdict} {tolerance:g} of the largest value{or_rounding}", highlight=False, soft_wrap=True)
     return not different
 
 
@@ -129,7 +131,7 @@ def _adapter_line(report: AdapterReport) -> str:
     return line + (f", gradient {off:.1e} ({name})" if name else "")
 
 
-def _table(reports: Sequence[Report], tolerance: float) -> Table:
+def _table(reports: Sequence[Report], tolerance: float | None) -> Table:
     """Returns a table of the differences, at most 80 columns wide."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("layout", overflow="fold")

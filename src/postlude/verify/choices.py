@@ -10,6 +10,12 @@ from postlude.objectives import SFT, Objective, PolicyGradient, Preference, Refe
 
 # Relative to the largest value. Half precision rounds each rank's part, so layouts differ by a few roundings.
 TOLERANCES: Mapping[str, float] = MappingProxyType({"float32": 1e-5, "bfloat16": 3e-2, "float16": 5e-3})
+# Sums that cancel are rounded by more. A larger difference is compared with how far one rank is from itself in a wider
+# dtype: the layout and the one rank may each be as far from it, on two sides.
+WIDER: Mapping[str, str] = MappingProxyType({"float32": "float64", "bfloat16": "float32", "float16": "float32"})
+ROUNDINGS = 2.0
+# More is no rounding: a token whose experts are nearly equal goes to another one in the wider dtype.
+MOST_ROUNDING = 10.0  # times the tolerance
 
 # With FP8 products layouts are compared in this dtype, within the tolerance of float32. Where a number lies between two
 # values of e4m3, its last bit decides which of them it becomes. Two layouts in float32 round a few numbers differently,

@@ -40,7 +40,7 @@ from postlude.verify.adapters import (
     randomize_b,
 )
 from postlude.verify.cases import BUDGET, Case, batches
-from postlude.verify.choices import OBJECTIVES, TOLERANCES
+from postlude.verify.choices import MOST_ROUNDING, OBJECTIVES, ROUNDINGS, TOLERANCES, WIDER
 from postlude.verify.steps import VALUE_HEAD, WithCritic, adapter_weights, steps_in_layout, steps_on_one_rank
 from postlude.world.mesh import Mesh
 
@@ -60,6 +60,14 @@ class Report:
     layer_metrics: Mapping[str, float] = field(default_factory=dict)
     steps: Mapping[str, float] = field(default_factory=dict)
     """Of what `verify.steps` computes."""
+    rounding: Mapping[str, float] = field(default_factory=dict)
+    """How far one rank is from itself in a wider dtype, by the names of `offs`; empty if all is within tolerance."""
+
+    @property
+    def offs(self) -> dict[str, float]:
+        """The differences of a pass by name: loss, logprob, entropy, gradients and metrics of layers."""
+        single = {"loss": self.loss, "logprob": self.logprob, "entropy": self.entropy}
+        return single | dict(self.gradients) | dict(self.layer_metrics)
 
     @property
     def worst_of_steps(self) -> tuple[str, float]:
@@ -77,11 +85,13 @@ class Report:
         return max(self.layer_metrics.items(), key=lambda item: item[1], default=("", 0.0))
 
     def passes(self, tolerance: float | None = None) -> bool:
-        """Returns whether everything is within the tolerance, by default that of the dtype."""
+        """Returns whether everything is within the tolerance: by default that of the dtype, or one rank's rounding."""
+        rounding = self.rounding if tolerance is None else {}
         if tolerance is None:
-            tolerance = TOLERANCES[str(self.case.compute_dtype).removeprefix("torch.")]
-        several = (*self.gradients.values(), *self.layer_metrics.values(), *self.steps.values())
-        return all(off <= tolerance for off in (self.loss, self.logprob, self.entropy, *several))
+            tolerance = TOLERANCES.get(_dtype_name(self.case), TOLERANCES["float32"])  # float64, for FP8
+        limits = {name: min(ROUNDINGS * off, MOST_ROUNDING * tolerance) for name, off in rounding.items()}
+        steps = all(off <= tolerance for off in self.steps.values())
+        return steps and all(off <= max(tolerance, limits.get(name, 0.0)) for name, off in self.offs.items())
 
 
 @dataclass(frozen=True)
@@ -102,7 +112,11 @@ def compare(case: Case, *, mesh: Mesh | None = None, device: torch.device | str 
     steps = _steps_in_layout(case, mesh, device) if case.steps else {}
     if dist.get_rank() != 0:
         return None
-    result = report(case, values, run_on_one_rank(case, device))
+    one_rank = run_on_one_rank(case, device)
+    result = report(case, values, one_rank)
+    if not result.passes() and _dtype_name(case) in WIDER:
+        wider = run_on_one_rank(case, device, getattr(torch, WIDER[_dtype_name(case)]))
+        result = replace(result, rounding=report(case, one_rank, wider).offs)
     expected = _steps_on_one_rank(case, device) if case.steps else {}
     return replace(result, steps={name: difference(steps[name], value) for name, value in expected.items()})
 
@@ -195,10 +209,16 @@ def _steps_on_one_rank(case: Case, device: torch.device | str) -> dict[str, Tens
     return steps_on_one_rank(model, WithCritic(objective) if critic else objective, batch, case.seed, device, streamed)
 
 
-def run_on_one_rank(case: Case, device: torch.device | str) -> dict[str, ComputedValues]:
-    """Returns what one rank computes: every microbatch in turn, with plain autograd."""
+def _dtype_name(case: Case) -> str:
+    return str(case.compute_dtype).removeprefix("torch.")
+
+
+def run_on_one_rank(
+    case: Case, device: torch.device | str, dtype: torch.dtype | None = None
+) -> dict[str, ComputedValues]:
+    """Returns what one rank computes: every microbatch in turn, with plain autograd, in `dtype` or the case's."""
     source = with_mtp(_source(case), blocks=case.blocks or BLOCKS)  # as an engine with mtp
-    model = _plain_model(case, source, device)
+    model = _plain_model(case if dtype is None else replace(case, compute_dtype=dtype), source, device)
     objective, layer_metrics = _objective(case, model.config), LayerMetrics(model.config)
     values = {}
     for name, batch in batches(case.objective, model.config, case.seed, case.compute_dtype).items():
