@@ -91,11 +91,14 @@ def config() -> str:
             "| key | takes | default | what it is |",
             "|---|---|---|---|",
         ]
+        anchors: set[str] = set()
         for option in options(recipe.config):
             kind = f" ({option.kind})" if option.kind else ""
             default = "required" if option.default is MISSING else f"`{json.dumps(option.default, default=str)}`"
             anchor = ".".join(filter(None, (name, option.path, option.kind)))
-            key = f'<a id="{anchor}"></a>[`{option.path}`](#{anchor}){kind}'
+            target = "" if anchor in anchors else f'<a id="{anchor}"></a>'  # sections of several kinds share keys
+            anchors.add(anchor)
+            key = f"{target}[`{option.path}`](#{anchor}){kind}"
             cells = [key, type_text(option.node), default, option.help]
             lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
         lines.append("")

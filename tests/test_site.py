@@ -60,8 +60,9 @@ def test_the_reference_has_every_command_key_and_public_name() -> None:
         section = config.split(f"\n## {name}\n", 1)[1].split("\n## ", 1)[0]
         for option in options(recipe.config):
             assert f"[`{option.path}`](#{name}.{option.path}" in section
-    anchors = re.findall(r'<a id="([^"]+)">', config)
-    assert len(anchors) == len(set(anchors)) == len(re.findall(r"^\| <a id=", config, re.MULTILINE))
+    anchors, targets = re.findall(r'<a id="([^"]+)">', config), re.findall(r"\]\(#([^)]+)\)", config)
+    assert len(anchors) == len(set(anchors))
+    assert set(anchors) == set(targets)
     for name in postlude.__all__:
         assert re.search(rf"^::: postlude\.[\w.]+\.{name}$", api, re.MULTILINE), name
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 
+from postlude.engine import Engine
 from postlude.engine.adapters import export_adapter
+from postlude.hf.model_card import ModelCard
+from postlude.recipes.config.settings import TrainingConfig
 from postlude.recipes.hub_push import push_model
 from postlude.recipes.report.finish import model_card
 from postlude.recipes.report.metrics import FALLING, SCORES
 from postlude.recipes.run.directory import RunDirectory, checkpoint_step, is_rank0, read_metrics
 from postlude.recipes.run.start_mode import EXPORTED_ADAPTER, EXPORTED_MODEL
 from postlude.world.agreement import on_rank0
-
-if TYPE_CHECKING:
-    from postlude.recipes.trainer import Trainer
 
 LOG = logging.getLogger("postlude")
 
@@ -60,6 +61,20 @@ class BestCheckpoint:
             self.step = on_rank0(choose)
 
 
+class ExportingRun(Protocol):
+    """What an export needs of a `Trainer`."""
+
+    name: str
+    run: RunDirectory
+    config: TrainingConfig
+    engine: Engine
+    step: int
+    best: BestCheckpoint
+
+    def export(self, path: Path, card: ModelCard | None) -> None:
+        """Writes the model."""
+
+
 def _best(lines: Iterable[Mapping[str, Any]], after: int) -> Mapping[str, Any]:
     best: Mapping[str, Any] = {}
     for line in lines:
@@ -77,7 +92,7 @@ def _score_name(line: Mapping[str, Any]) -> str:
     return next((name for name in SCORES if math.isfinite(line.get(name, math.nan))), "")
 
 
-def export_run(trainer: Trainer) -> None:
+def export_run(trainer: ExportingRun) -> None:
     """Exports the model, in Hugging Face's format if a family describes it, and adapters. Every rank calls it."""
     run, step, config = trainer.run, trainer.step, trainer.config
     if trainer.best.step is not None and trainer.best.step != step:
@@ -92,7 +107,7 @@ def export_run(trainer: Trainer) -> None:
     run.record(exported_step=step)
 
 
-def push_run(trainer: Trainer) -> None:
+def push_run(trainer: ExportingRun) -> None:
     """Uploads the exported model from rank 0, if the config says so."""
     repository = trainer.config.push_to_hub
     if repository is not None and is_rank0():
