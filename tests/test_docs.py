@@ -105,7 +105,7 @@ def test_the_block_in_the_architecture_is_the_example() -> None:
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 PATHS = re.findall(r"\| file \| lines \|.*?is [\d,]+ lines in \d+ files", ARCHITECTURE, re.DOTALL)
-LONGEST_PATH = 6000  # lines
+LONGEST_PATH = 6500  # lines
 
 
 @pytest.mark.parametrize("path", PATHS, ids=["GRPO step", "vLLM request", "decode step"])
