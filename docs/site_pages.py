@@ -99,7 +99,7 @@ def config() -> str:
             target = "" if anchor in anchors else f'<a id="{anchor}"></a>'  # sections of several kinds share keys
             anchors.add(anchor)
             key = f"{target}[`{option.path}`](#{anchor}){kind}"
-            cells = [key, type_text(option.node), default, option.help]
+            cells = [key, type_text(option.node).replace("[", r"\["), default, option.help]
             lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines)
