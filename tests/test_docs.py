@@ -92,6 +92,15 @@ def test_full_commands_have_all_required_arguments(page: Path) -> None:
                 parsed(words)
 
 
+def test_commands_for_several_nodes_name_their_rendezvous() -> None:
+    """torchrun's default backend, static, waits for a node rank and a master that these commands do not give."""
+    pages = [README, *(ROOT / "docs").glob("*.md"), *(ROOT / "src" / "postlude" / "configs").rglob("*.yaml")]
+    texts = [page.read_text().replace("\\\n", " ") for page in pages]
+    commands = [line for text in texts for line in text.splitlines() if "torchrun --nnodes" in line]
+    assert len(commands) > 10
+    assert [command for command in commands if "--rdzv-backend c10d" not in command] == []
+
+
 def test_the_objective_in_the_readme_is_the_example() -> None:
     example = (ROOT / "examples" / "objective.py").read_text()
     assert example[example.index("import torch") :] in README.read_text()
