@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -284,3 +285,12 @@ def test_transcript_keeps_the_routing_of_sampled_tokens() -> None:
     assert transcript.routing[:, 0, 0].tolist() == [1, 1, 1, 2, 2, -1]
     with pytest.raises(ValueError, match="routing is of 3 tokens, but there are 7"):
         transcript.add_completion([4], [0.0], routing(3, 1))
+
+
+def test_prompt_that_has_the_answer_is_refused(tmp_path: Path) -> None:
+    talk = [{"from": "human", "value": "1+2="}, {"from": "gpt", "value": "3"}]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"prompt": talk[:end]}) + "\n" for end in (1, 2)))
+    tasks = DatasetTasks(read_rows(tmp_path / "chats.jsonl"))
+    assert tasks[0].prompt == [{"role": "user", "content": "1+2="}]
+    with pytest.raises(ValueError, match=r"line 2 of .*\(column \"prompt\"\) ends with a message of the assistant"):
+        tasks[1]

@@ -212,6 +212,12 @@ class DatasetTasks:
                 f'column "{self.prompt}" in {self.rows.location(index)} holds a {type(prompt).__name__}, '
                 f"but a prompt is text or a list of messages."
             )
+        if isinstance(prompt, list) and prompt and prompt[-1].get("role") == "assistant":
+            raise ValueError(
+                f'the prompt in {self.rows.location(index)} (column "{self.prompt}") ends with a message of the '
+                "assistant, so the model would read the answer. End it before that message, and give the answer in "
+                "its own column."
+            )
         if isinstance(prompt, str) and self.chat:
             prompt = [{"role": "user", "content": prompt}]
         if isinstance(prompt, list):
