@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +13,11 @@ import torch
 from torch import Tensor
 
 from postlude import LanguageModel, ModelConfig, pack
+from postlude.generate.adapters import NamedAdapters
 from postlude.generate.generator import Generator
 from postlude.generate.protocol import Completion, Request
 from postlude.generate.sampling_params import SamplingParams
-from postlude.generate.session import Session
+from postlude.generate.session import Session, SessionTask
 from postlude.hf.lora_targets import adapter_configs
 from postlude.layout import Layout
 from postlude.lora import AdapterConfig, LoRA
@@ -24,7 +27,7 @@ from postlude.model.parallel import fuse_weights
 from postlude.ops.norm import Norm
 from tests.equality import assert_equal
 from tests.generate.test_generator import prompts, teacher_forced
-from tests.generate.test_scheduler import EagerGenerator, GraphGenerator
+from tests.generate.test_scheduler import EagerGenerator, GraphGenerator, assert_alike
 from tests.meshes import mesh
 from tests.model.small import VOCABULARY, small_config
 
@@ -270,6 +273,100 @@ def test_completions_continue_with_a_replaced_adapter_and_fail_with_a_removed_on
         results |= {result.request_id: result for result in session.step()}
     assert "adapter 'one' is not loaded; there are none" in str(results[removed].error)
     assert results[waiting].completion is not None
+
+
+@BOTH
+def test_adapters_take_turns_between_clients_and_completions_equal_those_alone(generator_type: type[Generator]) -> None:
+    """Many requests of one client, of two adapters, do not delay another client. A turn has 4 steps on this clock."""
+    config, loras = small_config("[*-]"), {"one": LoRA(rank=4), "two": LoRA(rank=2), "three": LoRA(rank=3)}
+    models = {name: adapted(config, lora, seed) for seed, (name, lora) in enumerate(loras.items())}
+    generator = generator_type(base_of(models["one"]), max_sequences=2)
+    for name, lora in loras.items():
+        generator.load_adapter(name, *named(models[name], lora))
+    now, finished, order = [0.0], {}, []
+    session = Session(generator, clock=lambda: now[0])
+    prompt_list = prompts(VOCABULARY, (3, 5, 2, 7, 1, 4))
+    names = ("one", "two", "one") * 2
+    sent = [
+        session.add(Request(tuple(prompt), GREEDY, adapter=name, client=("many", str(number))))
+        for number, (name, prompt) in enumerate(zip(names, prompt_list, strict=True))
+    ]
+    other = session.add(Request((1, 2), GREEDY, adapter="three", client=("other",)))
+    while session.busy:
+        now[0] += 0.25
+        for result in session.step():
+            finished[result.request_id] = result.completion
+            order.append(result.request_id)
+    later = order[order.index(other) + 1 :]
+    assert len(later) >= 4, "the other client waits for the first one's requests"
+    assert {names[sent.index(request_id)] for request_id in later} == {"one", "two"}
+    assert logprob_difference(models["three"], [[1, 2]], [[finished[other]]]) < 1e-5
+    for name in ("one", "two"):
+        places = [place for place in range(len(sent)) if names[place] == name]
+        alone = generator.generate([prompt_list[place] for place in places], GREEDY, adapter=name)
+        assert_alike([[finished[sent[place]]] for place in places], alone)
+
+
+class SlowAdapters(NamedAdapters):
+    """Advances a clock by 5 seconds when the adapter changes."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__(model)
+        self.now, self.active = 0.0, None
+
+    def activate(self, name: str | None) -> None:
+        self.now += 5.0 * (name != self.active)
+        self.active = name
+        super().activate(name)
+
+
+def test_a_turn_is_long_compared_with_what_it_takes_to_begin() -> None:
+    lora = LoRA(rank=4)
+    model = adapted(small_config("[*-]"), lora)
+    generator = Generator(base_of(model))
+    generator.adapters = adapters = SlowAdapters(generator.model)
+    generator.load_adapter("one", *named(model, lora))
+    session, active = Session(generator, clock=lambda: adapters.now), []
+    for name in ("one", None):
+        session.add(Request((1, 2, 3), replace(GREEDY, max_new_tokens=50), adapter=name))
+    while session.busy:
+        adapters.now += 1.0
+        finished = session.step()
+        active.append("finished" if finished else adapters.active)
+    turns = [len(list(steps)) for name, steps in itertools.groupby(active) if name != "finished"]
+    assert 4 <= len(turns) <= 6
+    assert min(turns[:2]) >= 20
+
+
+def test_tasks_run_between_steps_with_their_adapter_and_clients_take_turns() -> None:
+    lora = LoRA(rank=4)
+    model = adapted(small_config("[*-]"), lora)
+    generator = Generator(base_of(model))
+    generator.load_adapter("one", *named(model, lora))
+    session, ran = Session(generator), list[Any]()
+
+    def add(name: str, adapter: str | None, client: str) -> None:
+        def run() -> None:
+            ran.append((name, generator.adapters.slot.loaded if adapter else generator.adapters.slot.layers))
+
+        session.add_task(SessionTask(adapter, (client,), run, lambda error: ran.append((name, str(error)))))
+
+    for number in range(3):
+        add(f"a{number}", None, "a")
+    add("b", None, "b")
+    while session.busy:
+        before = len(ran)
+        session.step()
+        assert len(ran) == before + 1
+    assert ran == [(name, {}) for name in ("a0", "b", "a1", "a2")]
+    ran.clear()
+    add("c", "one", "a")
+    session.step()
+    add("d", "one", "a")
+    generator.remove_adapter("one")
+    session.step()
+    assert ran == [("c", "one"), ("d", "adapter 'one' is not loaded; there are none. Load it, or name none.")]
+    assert not session.busy
 
 
 def generated(group: Any, layout: Layout, pattern: str, lora: LoRA) -> list[list[float]]:

@@ -112,7 +112,7 @@ def test_weights_are_replaced_in_flight_and_invalid_directory_changes_nothing(tm
         engine.reload(Weights(str(tmp_path / "old"), "start.1"))
         prompt, long = [1, 2, 3], SamplingParams(max_new_tokens=250, seed=3, ignore_eos=True)
         engine.submit(Request(tuple(prompt), long))
-        while not any(request.tokens[2:] for request in list(served._session._active.values())):
+        while not any(group[0].tokens[2:] for group in list(served._session._active.values())):
             time.sleep(0.001)
         for bad in ("cut", "nowhere"):
             body = {"directory": str(tmp_path / bad), "version": "start.3"}

@@ -5,7 +5,10 @@ Integers are 64 bits wide and wrap around. The mixing is the finaliser of splitm
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed integer
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 from postlude.generate.counter_rng import rng_key
 from postlude.generate.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 

@@ -1,16 +1,66 @@
-"""Session: a generator that runs step by step. Requests join while others run, and weights may change between steps."""
+"""Session: a generator that runs step by step. Requests join while others run, and weights may change between steps.
+
+Completions of one adapter run at a time. If those of others wait, adapters take turns: at the end of a turn its
+completions stop, and their tokens are prefilled again in the next one. A turn lasts at least `TURN_SECONDS`, and at
+least `TURN_STARTS` times as long as it took to begin, so that most of the time is spent on new tokens. The next turn is
+that of the client that has waited longest for one.
+"""
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+from weakref import WeakValueDictionary
 
-from postlude.generate.completion_state import CompletionState
+from postlude.generate.completion_state import CompletionState, PromptState
 from postlude.generate.generator import Generator
 from postlude.generate.protocol import FinishedCompletion, Request
 from postlude.generate.scheduler import Scheduler
+
+TURN_SECONDS, TURN_STARTS = 1.0, 5
+
+
+@dataclass(frozen=True, eq=False)
+class SessionTask:
+    """Work between two steps that needs an adapter to be active, such as scoring a prompt."""
+
+    adapter: str | None
+    client: tuple[str, ...]
+    run: Callable[[], None]
+    fail: Callable[[Exception], None]
+    """Called instead if the adapter cannot be used any more."""
+
+
+Waiting = TypeVar("Waiting", CompletionState, SessionTask)
+
+
+@dataclass
+class _Queue:
+    """What waits to run with one adapter."""
+
+    completions: list[CompletionState] = field(default_factory=list)
+    """Those that have begun first."""
+    tasks: deque[SessionTask] = field(default_factory=deque)
+
+    def clients(self) -> set[tuple[str, ...]]:
+        """Returns the names of the clients that wait, without those of their connections."""
+        return {completion.client[:1] for completion in self.completions} | {task.client[:1] for task in self.tasks}
+
+
+@dataclass
+class _Turn:
+    """The time in which completions of one adapter run."""
+
+    adapter: str | None
+    began: float
+    resumed: list[CompletionState]
+    """Completions of an earlier turn, which have to be prefilled again."""
+    seconds_to_begin: float | None = None
+    """Until these ran; None before that."""
 
 
 class Session:
@@ -18,28 +68,32 @@ class Session:
 
     A completion has the same tokens as `Generator.generate` returns for its seed and index, and the same log-probs to
     rounding, whatever else runs. Only one thread may use a session, and the whole model must be on its rank.
-    Completions of one adapter run at a time; those of others wait until they are finished.
     """
 
-    def __init__(self, generator: Generator, version: str | None = None) -> None:
+    def __init__(
+        self, generator: Generator, version: str | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.generator = generator
         self.version = version
         """The name of the model's weights; None if they have none."""
+        self._clock = clock
         self._scheduler: Scheduler | None = None
-        self._adapter: str | None = None  # of all completions of the scheduler
-        # Completions that wait for the next scheduler: they do not fit in this one, or have another adapter.
-        self._postponed: deque[list[CompletionState]] = deque()
-        self._active: dict[tuple[int, int], CompletionState] = {}  # by request id and index
+        self._turn: _Turn | None = None
+        self._queues: dict[str | None, _Queue] = {}  # by adapter; completions are not in the scheduler
+        self._last_turns: dict[tuple[str, ...], int] = {}  # by client
+        self._turns = itertools.count(1)
+        self._active: dict[int, dict[int, CompletionState]] = {}  # by request id and index
         self._request_ids = itertools.count()
+        self._prompts: WeakValueDictionary[object, PromptState] = WeakValueDictionary()
         self._unordered = False  # whether completions were added since the clients' turns were set
 
     @property
     def busy(self) -> bool:
-        """Whether completions are left."""
-        return bool(self._active)
+        """Whether completions or tasks are left."""
+        return bool(self._active or any(queue.tasks for queue in self._queues.values()))
 
     def add(self, request: Request) -> int:
-        """Adds a request. Returns its id, or raises ValueError."""
+        """Adds a request. Returns its id, or raises ValueError. Requests with the same prompt share its prefill."""
         group = self.generator.new_completions(
             "the prompt",
             request.prompt,
@@ -48,41 +102,55 @@ class Session:
             first_index=request.first_index,
             adapter=request.adapter,
         )
+        key = (request.prompt, replace(request.sampling, seed=0), request.adapter)
+        shared = self._prompts.setdefault(key, group[0].prompt)
+        if shared is not group[0].prompt:
+            shared.unstarted += len(group)
         for completion in group:
-            completion.client = request.client
+            completion.prompt, completion.client = shared, request.client
         request_id = next(self._request_ids)
-        self._active |= {(request_id, index): completion for index, completion in enumerate(group)}
-        if self._scheduler is None or self._postponed or not self._fits(self._scheduler, group):
-            self._postponed.append(group)
+        self._active[request_id] = dict(enumerate(group))
+        is_its_turn = self._turn is not None and self._turn.adapter == request.adapter
+        if is_its_turn and self._scheduler is not None and self._scheduler.fits_alone(group[0]):
+            self._scheduler.add(group)
+            self._unordered = True
         else:
-            self._schedule(self._scheduler, group)
+            self._queue(request.adapter).completions += group
         return request_id
+
+    def add_task(self, task: SessionTask) -> None:
+        """Adds a task. In every step one is run, with clients in turns."""
+        self._queue(task.adapter).tasks.append(task)
 
     def step(self) -> list[FinishedCompletion]:
         """Samples a token of every running completion. Returns those that finished or failed."""
-        if self._scheduler is None:
-            self._start()
-        if self._scheduler is not None and self._has_adapter(self._adapter):
-            if self._unordered:
-                self._scheduler.waiting, self._unordered = take_turns(self._scheduler.waiting), False
-            with self.generator.generation_mode(self._adapter):
-                self._scheduler.step()
-        if self._scheduler is not None and not self._scheduler.busy:
-            self._end()
-        return [self._finished(*key) for key, completion in list(self._active.items()) if completion.done]
+        if self._turn is not None and self._turn_is_over(self._turn):
+            self._end_turn()
+        while self._turn is None and self._queues:
+            self._begin_turn()
+        if self._turn is not None and self._has_adapter(self._turn.adapter):
+            self._step(self._turn)
+        finished = [
+            (request_id, index)
+            for request_id, group in self._active.items()
+            for index, completion in group.items()
+            if completion.done
+        ]
+        return [self._finish(*key) for key in finished]
 
     def unfinished(self, request_id: int) -> dict[int, CompletionState]:
         """Returns the unfinished completions of a request by index, with their tokens so far."""
-        return {index: completion for (owner, index), completion in self._active.items() if owner == request_id}
+        return dict(self._active.get(request_id, {}))
 
     def abort(self, request_id: int) -> None:
         """Ends the completions of a request without a result."""
-        group = [self._active.pop(key) for key in list(self._active) if key[0] == request_id]
-        postponed = next((other for other in self._postponed if group and group[0] in other), None)
-        if postponed is not None:
-            self._postponed.remove(postponed)
-        elif self._scheduler is not None:
-            for completion in group:
+        group = self._active.pop(request_id, {})
+        for completion in group.values():
+            queue = self._queues.get(completion.prompt.adapter)
+            if queue is not None and completion in queue.completions:
+                queue.completions.remove(completion)
+                completion.prompt.unstarted -= not completion.tokens
+            elif self._scheduler is not None:
                 self._scheduler.abort(completion)
 
     def update_weights(self, load: Callable[[], None], version: str) -> None:
@@ -92,63 +160,104 @@ class Session:
         """
         load()
         self.generator.quantize_weights()
-        if self._scheduler is not None and self._has_adapter(self._adapter):
-            with self.generator.generation_mode(self._adapter):
+        if self._scheduler is not None and self._turn is not None and self._has_adapter(self._turn.adapter):
+            with self.generator.generation_mode(self._turn.adapter):
                 self._scheduler.preempt_all()
-        for completion in self._active.values():
-            self._record_version(completion)
+        for group in self._active.values():
+            for completion in group.values():
+                self._record_version(completion)
         self.version = version
 
-    def _start(self) -> None:
-        """Starts a scheduler of the first postponed completions, and of all with the same adapter that fit in it."""
-        while self._postponed and not self._has_adapter(self._postponed[0][0].prompt.adapter):
-            pass  # they failed, and are no longer postponed
-        if not self._postponed:
-            return
-        group = self._postponed.popleft()
-        self._adapter = group[0].prompt.adapter
-        with self.generator.generation_mode(self._adapter):
-            self._scheduler = self.generator.session_scheduler(group)
-        waiting, self._postponed = self._postponed, deque()
-        for group in waiting:
-            if self._fits(self._scheduler, group):
-                self._schedule(self._scheduler, group)
-            else:
-                self._postponed.append(group)
+    # --- turns
 
-    def _end(self) -> None:
-        self._scheduler = None
-        self.generator.adapters.activate(None)
+    def _queue(self, adapter: str | None) -> _Queue:
+        return self._queues.setdefault(adapter, _Queue())
+
+    def _begin_turn(self) -> None:
+        """Begins the turn of the adapter one of whose clients has waited longest for a turn."""
+
+        def last_turn(adapter: str | None) -> int:
+            return min((self._last_turns.get(client, 0) for client in self._queues[adapter].clients()), default=0)
+
+        adapter, began = min(self._queues, key=last_turn), self._clock()
+        queue = self._queues[adapter]
+        self._last_turns |= dict.fromkeys(queue.clients(), next(self._turns))
+        if self._has_adapter(adapter):
+            completions, queue.completions = queue.completions, []
+            self._turn = _Turn(adapter, began, [completion for completion in completions if completion.tokens])
+            if completions:
+                with self.generator.generation_mode(adapter):
+                    self._scheduler = self.generator.session_scheduler(completions)
+                self._unordered = True
+
+    def _step(self, turn: _Turn) -> None:
+        queue, scheduler = self._queue(turn.adapter), self._scheduler
+        with self.generator.generation_mode(turn.adapter):
+            if queue.tasks:
+                queue.tasks = deque(_in_turns(list(queue.tasks), 0))
+                queue.tasks.popleft().run()
+            if scheduler is not None:
+                if self._unordered:
+                    scheduler.waiting, self._unordered = take_turns(scheduler.waiting), False
+                scheduler.step()
+        if scheduler is not None and not scheduler.busy:
+            scheduler = self._scheduler = None
+        if scheduler is None and not queue.tasks:
+            self._end_turn()
+        elif turn.seconds_to_begin is None:
+            waiting = {id(completion) for completion in scheduler.waiting} if scheduler is not None else set()
+            still_waiting = [completion for completion in turn.resumed if id(completion) in waiting]
+            if len(still_waiting) in (0, len(turn.resumed)):
+                turn.seconds_to_begin = self._clock() - turn.began
+            turn.resumed = still_waiting
+
+    def _turn_is_over(self, turn: _Turn) -> bool:
+        """Whether others wait, and the turn has been long enough."""
+        waiting = any(
+            queue.completions or (queue.tasks and adapter != turn.adapter) for adapter, queue in self._queues.items()
+        )
+        if not waiting or turn.seconds_to_begin is None:
+            return False
+        return self._clock() - turn.began >= max(TURN_SECONDS, TURN_STARTS * turn.seconds_to_begin)
+
+    def _end_turn(self) -> None:
+        """Makes the running completions wait for the next turn of their adapter, behind those of others."""
+        turn, scheduler, self._turn, self._scheduler = self._turn, self._scheduler, None, None
+        if turn is None:
+            return
+        queue = self._queues.pop(turn.adapter, _Queue())
+        if scheduler is not None:
+            scheduler.preempt_all()
+            queue.completions = [*take_turns(scheduler.waiting), *queue.completions]
+        if queue.completions or queue.tasks:
+            self._queues[turn.adapter] = queue
+        if not self._queues:
+            self._last_turns.clear()
+            self.generator.adapters.activate(None)
 
     def _has_adapter(self, adapter: str | None) -> bool:
-        """Whether the adapter is still loaded. If not, all completions that are sampled with it fail."""
+        """Makes an adapter active. If it cannot be, the completions and tasks that need it fail."""
         try:
-            self.generator.adapters.check(adapter)
-        except ValueError as error:
-            for completion in self._active.values():
-                if completion.prompt.adapter == adapter:
-                    completion.error = error
-            self._postponed = deque(group for group in self._postponed if group[0].prompt.adapter != adapter)
-            if self._scheduler is not None and self._adapter == adapter:
-                self._end()
+            self.generator.adapters.activate(adapter)
+        except (ValueError, OSError) as error:
+            for group in self._active.values():
+                for completion in group.values():
+                    if completion.prompt.adapter == adapter:
+                        completion.error = error
+            for task in self._queues.pop(adapter, _Queue()).tasks:
+                task.fail(error)
+            if self._turn is not None and self._turn.adapter == adapter:
+                self._turn = self._scheduler = None
             return False
         return True
 
-    def _fits(self, scheduler: Scheduler, group: list[CompletionState]) -> bool:
-        return group[0].prompt.adapter == self._adapter and scheduler.fits_alone(group[0])
+    # --- results
 
-    def _schedule(self, scheduler: Scheduler, group: list[CompletionState]) -> None:
-        """Adds completions. If others with the same prompt wait, the prompt is prefilled once for all."""
-        shared = next((other for other in reversed(scheduler.waiting) if _same_but_seed(other, group[0])), None)
-        if shared is not None:
-            shared.prompt.unstarted += len(group)
-            for completion in group:
-                completion.prompt = shared.prompt
-        scheduler.add(group)
-        self._unordered = True
-
-    def _finished(self, request_id: int, index: int) -> FinishedCompletion:
-        completion = self._active.pop((request_id, index))
+    def _finish(self, request_id: int, index: int) -> FinishedCompletion:
+        group = self._active[request_id]
+        completion = group.pop(index)
+        if not group:
+            del self._active[request_id]
         if completion.error is not None:
             return FinishedCompletion(request_id, index, None, completion.error)
         self._record_version(completion)
@@ -159,27 +268,20 @@ class Session:
             completion.record_version(self.version)
 
 
-def take_turns(waiting: deque[CompletionState]) -> deque[CompletionState]:
+def take_turns(waiting: Iterable[CompletionState]) -> deque[CompletionState]:
     """Returns completions with their clients in turns. Those that have begun, and were preempted, stay first."""
-    begun = [completion for completion in waiting if completion.tokens]
-    return deque([*begun, *_in_turns([completion for completion in waiting if not completion.tokens], 0)])
+    completions = list(waiting)
+    begun = [completion for completion in completions if completion.tokens]
+    return deque([*begun, *_in_turns([completion for completion in completions if not completion.tokens], 0)])
 
 
-def _in_turns(waiting: list[CompletionState], level: int) -> list[CompletionState]:
-    """Returns completions in turns of those with different names of the client from this level on."""
-    by_name: dict[tuple[str, ...], list[CompletionState]] = {}
-    for completion in waiting:
-        by_name.setdefault(completion.client[level : level + 1], []).append(completion)
+def _in_turns(waiting: Sequence[Waiting], level: int) -> Sequence[Waiting]:
+    """Returns completions or tasks in turns of those with different names of the client from this level on."""
+    by_name: dict[tuple[str, ...], list[Waiting]] = {}
+    for item in waiting:
+        by_name.setdefault(item.client[level : level + 1], []).append(item)
     if list(by_name) in ([], [()]):
         return waiting
     ordered = (_in_turns(group, level + 1) if name else group for name, group in by_name.items())
     turns = itertools.chain.from_iterable(itertools.zip_longest(*ordered))
-    return [completion for completion in turns if completion is not None]
-
-
-def _same_but_seed(first: CompletionState, second: CompletionState) -> bool:
-    """Whether two completions have the same prompt and sampling, apart from the seed."""
-    sampling = second.prompt.sampling
-    return (
-        first.prompt.tokens == second.prompt.tokens and replace(first.prompt.sampling, seed=sampling.seed) == sampling
-    )
+    return [item for item in turns if item is not None]
