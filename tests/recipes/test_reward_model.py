@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from postlude.cli import main
 from postlude.data import Batch
+from postlude.data.chat import Encoder
 from postlude.engine import AdamW, Engine
 from postlude.engine.export import export
 from postlude.hf.builtin import BUILTIN
@@ -21,7 +22,7 @@ from postlude.model import OutputInputs
 from postlude.objectives import BradleyTerry
 from postlude.objectives.reward_model import sequence_scores
 from postlude.rollout.environments import SingleTurn
-from postlude.rollout.episode import AssistantTurn
+from postlude.rollout.episode import AssistantTurn, Episode
 from postlude.rollout.reward_model import ModelReward
 from postlude.rollout.tasks import Task
 from tests.conftest import Ranks
@@ -109,6 +110,27 @@ def test_an_environment_scores_prompt_and_completion_as_transformers_does(reward
             expected = float(hf_model(torch.tensor([tokens])).logits)
         assert results[id(episode)][1].score.reward == pytest.approx(expected, rel=1e-4, abs=1e-5)
     environment.close()
+
+
+def test_a_reward_model_reads_all_turns_of_an_episode(reward_model: Path) -> None:
+    hf_model = AutoModelForSequenceClassification.from_pretrained(reward_model)
+    reward, end = ModelReward(str(reward_model), device="cpu", budget=256), load_tokenizer("tiny-dense").eos_token_id
+    turns = [AssistantTurn("<think>?</think>three"), AssistantTurn("2")]
+    text = [*b"1+1=three", end, *b"No. Again:", *b"2", end]
+    chat = Encoder(tokenizer=load_tokenizer("tiny-dense")).conversation(
+        [
+            {"role": "user", "content": "1+1="},
+            {"role": "assistant", "content": "three"},
+            {"role": "user", "content": "No. Again:"},
+            {"role": "assistant", "content": "2"},
+        ]
+    )[0]
+    for prompt, tokens in (("1+1=", text), ([{"role": "user", "content": "1+1="}], chat.tokens)):
+        reward.submit(Episode(Task(prompt, {}, "row"), turns, ["No. Again:"]))
+        ((_, score),) = reward.poll()
+        with torch.no_grad():
+            expected = float(hf_model(torch.tensor([tokens])).logits)
+        assert score.reward == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 def test_a_published_reward_model_without_an_output_head_is_read(reward_model: Path, tmp_path: Path) -> None:

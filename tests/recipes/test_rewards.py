@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from postlude.generate.sampling_params import SamplingParams
-from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs, preflight
-from postlude.recipes.config.environments import DatasetSettings
+from postlude.recipes.checks.preflight import LaunchInfo, PreflightError, PreflightInputs, preflight
+from postlude.recipes.config.environments import DatasetSettings, EpisodeSettings, OpenEnvSettings
 from postlude.recipes.config.load import ConfigError, describe, load
 from postlude.recipes.config.policy_configs import GRPOConfig
 from postlude.recipes.config.recipe_configs import EvalConfig
@@ -22,19 +22,24 @@ from postlude.recipes.rollouts.evaluation_sets import EvaluatedTasks, Evaluation
 from postlude.recipes.run.config_changes import MAY_CHANGE, is_covered
 from postlude.recipes.run.schedule import StepSchedule
 from postlude.recipes.trainer import run_training
+from postlude.rollout.async_environment import AsyncEnvironment
 from postlude.rollout.conversations import Trajectory
-from postlude.rollout.environments import Transcript
+from postlude.rollout.environments import Transcript, TurnResult
 from postlude.rollout.episode import AssistantTurn
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task
 from tests.conftest import Ranks
+from tests.rollout.episodes import step
 from tests.rollout.judge_server import judge_server
 
 FUNCTIONS = """
 import asyncio
 
-def digits(completion, length, answer):
-    return {"reward": sum(letter.isdigit() for letter in completion) / length, "answer": len(answer)}
+def digits(completion, length, answer, trainer_state):
+    assert trainer_state.max_steps in (0, 2)  # on trial, in the run
+    assert (trainer_state.epoch > 0) == (trainer_state.global_step > 0)
+    share = sum(letter.isdigit() for letter in completion) / length
+    return {"step": trainer_state.global_step, "reward": share, "answer": len(answer)}
 
 def rank(completions, prompts):
     assert len(set(prompts)) == 1 and len(completions) in (1, 2, 4)  # in evaluation, on trial, in training
@@ -113,6 +118,7 @@ def test_evaluation_sets_have_their_own_tasks_rewards_and_metrics(ranks: Ranks, 
         parts = {name: row[f"reward/{name}"] for name in WEIGHTS}
         assert row["reward_mean"] == pytest.approx(sum(WEIGHTS[name] * value for name, value in parts.items()))
         assert row["reward/digits/answer"] >= 1.0, "its own part"
+        assert row["reward/digits/step"] == row["step"] - 1, "finished steps"
         assert 0.0 <= parts["rank"] <= 3.0
         assert parts["slow"] == pytest.approx(row["truncated"])
     assert sets == [["half 2", "half 3", "half 4"], ["6+1=", "7+1=", "8+1=", "9+1="]]
@@ -183,6 +189,67 @@ def evaluated(group: Any, directory: str) -> None:
 def test_invalid_reward_settings_are_refused(tmp_path: Path, words: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         load(GRPOConfig, write_files(tmp_path), words)
+
+
+@pytest.mark.parametrize("recipe", ["eval", "grpo", "ppo", "distill"])
+def test_prompts_that_have_the_answer_are_refused_before_the_run(recipe: str, tmp_path: Path) -> None:
+    """A prompt of text may begin the answer."""
+    talk = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
+    for name, prompts in {"chats": [talk[:1], talk], "texts": ["User: 1+2=\n\nAssistant: The sum is", "2+2="]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    section = "data.environment" if recipe == "distill" else "environment"
+    words = ["--data=on_policy", "--teacher=tiny-dense"] if recipe == "distill" else []
+    words += [f"--{section}=dataset", f"--{section}.reward={tmp_path}/functions.py:always", f"--{section}.workers=0"]
+    (tmp_path / "config.yaml").write_text("model: tiny-dense\n")
+    words += ["--evaluation.every=0", "--evaluation.tasks=0"] if recipe in ("grpo", "ppo") else []
+
+    def check(name: str) -> None:
+        path = [f"--{section}.path={tmp_path}/{name}.jsonl", f"--run={tmp_path}/run"]
+        config = load(RECIPES[recipe].config, tmp_path / "config.yaml", [*words, *path])
+        preflight(RECIPES[recipe].checks(PreflightInputs(config, LaunchInfo())))
+
+    check("texts")
+    with pytest.raises(PreflightError, match=r'line 2 of .* \(column "prompt"\) ends with a message of the assistant'):
+        check("chats")
+
+
+EPISODE = """
+class Game:
+    def __init__(self, example): ...
+
+    async def step(self, turn):
+        return ("Again.", 0.5) if turn.text == "?" else None
+
+def turns(transcript):
+    return len(transcript)
+"""
+
+
+def test_episodes_take_weighted_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the other kinds do. They are added to the episode's own."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "2+2=", "answer": "4"}) + "\n")
+    (tmp_path / "game.py").write_text(EPISODE)
+    file = tmp_path / "config.yaml"
+    rewards = "{right: {kind: function, function: exact, weight: 2}, turns: game.py:turns}"
+    settings = f"kind: episodes, path: rows.jsonl, episode: game.py:Game, max_turns: 2, workers: 0, rewards: {rewards}"
+    file.write_text(f"environment: {{{settings}}}\n")
+    environment = load(GRPOConfig, file).environment
+    assert isinstance(environment, EpisodeSettings)
+    with closing(environment.build(seed=0)) as built:
+        built.trial_call(built.tasks[0], AssistantTurn("4"))
+        episode = built.reset(built.tasks[0])
+        step(built, [episode], ["?"])
+        assert step(built, [episode], ["4"]) == [TurnResult(Score(0.5 + 2.0 + 3.0, {"right": 1.0, "turns": 3.0}))]
+    monkeypatch.setattr("postlude.rollout.openenv.find_spec", lambda name: True)  # no episode is started
+    server = ["--environment.kind=openenv", "--environment.address=http://127.0.0.1:9", "--environment.max_turns=2"]
+    file.write_text("environment: {rewards: {turns: game.py:turns}}\n")
+    openenv = load(GRPOConfig, file, server).environment
+    assert isinstance(openenv, OpenEnvSettings)
+    with closing(openenv.build(seed=0)) as built:
+        assert isinstance(built, AsyncEnvironment)
+        assert built.reward is not None
+        assert built.reward.name == "turns"
 
 
 @pytest.mark.parametrize("reward", ["reward: exact", "rewards: {right: exact}"])

@@ -87,6 +87,12 @@ def forking(prompt: str, completion: str, example: Mapping[str, Any]) -> float:
     return float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
+def at_step(completions: list[str], trainer_state: Any, **kwargs: Any) -> list[float]:
+    """As TRL's functions read it."""
+    done = trainer_state.global_step / trainer_state.max_steps
+    return [len(completions) + done + trainer_state.epoch for _ in completions]
+
+
 def length(prompt: str, completion: str, example: Mapping[str, Any]) -> dict[str, float]:
     return {"length": float(len(completion)), "bonus": float(example.get("bonus", 0))}
 

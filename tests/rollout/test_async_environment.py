@@ -16,7 +16,9 @@ from postlude.rollout.async_environment import AsyncEnvironment, read_turn
 from postlude.rollout.coroutine_pool import CoroutinePool
 from postlude.rollout.environments import TurnResult
 from postlude.rollout.episode import AssistantTurn
+from postlude.rollout.function_reward import FunctionReward
 from postlude.rollout.openenv import OpenEnvServer, OpenEnvTasks
+from postlude.rollout.reward import Weighted, WeightedSum
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task
 from tests.rollout.episodes import step
@@ -90,6 +92,42 @@ def test_an_episode_keeps_its_state_and_sums_its_rewards() -> None:
         time.sleep(0.01)
     assert Counting.closed == before + 2
     environment.close()
+
+
+def test_an_episode_has_its_own_reward_and_weighted_rewards_over_its_transcript() -> None:
+    seen: list[Any] = []
+
+    def turns(transcript: list[dict[str, Any]], completion: str) -> float:
+        seen.append([message["content"] for message in transcript])
+        return float(len(transcript))
+
+    def fails(completion: str, start: int) -> float:
+        return 1.0 / (start - 2)
+
+    before = Counting.closed
+    parts = {
+        "turns": Weighted(FunctionReward(turns, workers=0), 0.5),
+        "fails": Weighted(FunctionReward(fails, workers=0), 0.25),
+    }
+    environment = counting(reward=WeightedSum(parts))
+    environment.trial_call(environment.tasks[3], AssistantTurn("stop"))
+    with pytest.raises(ValueError, match="fails failed: ZeroDivisionError"):
+        environment.trial_call(environment.tasks[2], AssistantTurn("stop"))
+    first, failing, goes_on = episodes = [environment.reset(environment.tasks[index]) for index in (3, 2, 3)]
+    seen.clear()
+    assert step(environment, episodes[:2], ["earn", "earn"])[0] == TurnResult(Score(0.25), "31")
+    results = step(environment, episodes, ["stop", "stop", "go"])
+    own = {"count": 32.0, "turns": 3.0, "fails": 1.0}
+    assert results[0] == TurnResult(Score(0.25 + 1.0 + 0.5 * 3 + 0.25, own))
+    assert results[1].score is not None
+    assert (results[1].score.excluded, results[1].score.components["raised"]) == (True, 1.0)
+    assert (results[2].done, results[2].score) == (False, None), "an episode that goes on is not scored"
+    assert seen == [["earn", "31", "stop"], ["earn", "21", "stop"]]
+    for episode in (first, failing):
+        environment.release(episode)
+    environment._ended[goes_on] = Score(0.0)  # as while a slow reward scores it
+    environment.close()
+    assert Counting.closed == before + 5, "also the one whose reward was still missing"
 
 
 def test_failed_episode_affects_no_other() -> None:

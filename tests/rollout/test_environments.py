@@ -149,7 +149,7 @@ def test_a_conversation_continues_until_the_environment_returns_a_reward(workers
     assert environment.failures.failures["raised"] == 1
     assert step(environment, episodes[1:2], ["9"]) == [TurnResult(observation=[{"role": "user", "content": "Think!"}])]
     assert step(environment, episodes[1:2], ["7"]) == [TurnResult(Score(-0.5, {"unfinished": 1.0}))]
-    assert episodes[1].completions == ["2", "9", "7"]
+    assert [turn.text for turn in episodes[1].turns] == ["2", "9", "7"]
     assert episodes[1].observations == ["higher", [{"role": "user", "content": "Think!"}]]
     environment.close()
 

@@ -18,9 +18,11 @@ from postlude.rollout.environments import SingleTurn
 from postlude.rollout.episode import AssistantTurn, Episode
 from postlude.rollout.function_reward import FunctionReward
 from postlude.rollout.reward import Reward, Weighted, WeightedSum
+from postlude.rollout.reward_call import TrainerState
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import DatasetTasks, Task
 from tests.rollout.episodes import step
+from tests.rollout.functions import at_step
 
 ROWS = [Task(f"question {number}", {"answer": number, "level": "easy"}, f"line {number + 1}") for number in range(4)]
 
@@ -71,7 +73,9 @@ def test_a_reward_function_gets_the_arguments_that_it_names() -> None:
             "completion_ids": [5, 6, 7],
             "length": 3,
             "truncated": True,
+            "transcript": [{"role": "assistant", "content": "so 2"}],
             "example": {"answer": 2, "level": "easy"},
+            "trainer_state": TrainerState(),
             "answer": 2,
             "level": "easy",
         },
@@ -86,10 +90,19 @@ def test_a_reward_function_with_an_unknown_argument_is_refused() -> None:
     error = str(seen_by(strange, AssistantTurn("2")).error)
     assert 'strange(completion, anwser) asks for "anwser", which is no column of the row' in error
     assert "on line 3:" in error
-    assert (
-        "answer, level, prompt, completion, raw_completion, answer_text, completion_ids, length, truncated, example"
-        in error
-    )
+    assert "answer, level, prompt, completion, raw_completion, answer_text, transcript, completion_ids, len" in error
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_reward_function_may_ask_for_the_state_of_the_trainer(workers: int) -> None:
+    """A call has completions of one state alone."""
+    environment = SingleTurn(ROWS, FunctionReward(at_step, workers=workers))
+    with closing(environment):
+        episodes = [environment.reset(task) for task in ROWS]
+        for number, episode in enumerate(episodes):
+            episode.trainer_state = TrainerState(3 + number // 2, 0.5, 8)
+        scores = [result.score for result in step(environment, episodes, ["x"] * 4)]
+    assert [score and score.reward for score in scores] == [2 + 3 / 8 + 0.5] * 2 + [2 + 4 / 8 + 0.5] * 2
 
 
 def test_batched_reward_function_gets_ordered_lists_up_to_the_batch_size() -> None:
@@ -97,7 +110,7 @@ def test_batched_reward_function_gets_ordered_lists_up_to_the_batch_size() -> No
 
     def trl(completions: list[str], answer: list[int], **columns: Any) -> list[float]:
         sizes.append(len(completions))
-        texts = {"raw_completions", "answer_texts"}
+        texts = {"raw_completions", "answer_texts", "transcripts", "trainer_state"}
         assert set(columns) == {"prompts", "completion_ids", "lengths", "truncated", "examples", "level", *texts}
         assert columns["lengths"] == [0] * len(completions)
         return [float(text == str(number)) for text, number in zip(completions, answer, strict=True)]

@@ -13,7 +13,7 @@ import pytest
 
 from postlude.rollout import judge as module
 from postlude.rollout.environments import SingleTurn
-from postlude.rollout.episode import AssistantTurn
+from postlude.rollout.episode import AssistantTurn, Episode
 from postlude.rollout.judge import JudgeReward
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task
@@ -96,6 +96,18 @@ def test_a_score_is_the_first_group_of_the_last_match(verdict: Verdict, answer: 
             verdict.read(answer)
     else:
         assert verdict.read(answer) == score
+
+
+def test_a_judge_may_read_the_whole_transcript() -> None:
+    with judge_server(lambda body, number: "Score: 1") as server:
+        reward = JudgeReward(server.url, "m", "{prompt}\n\n{transcript}")
+        turns = [AssistantTurn("<think>?</think>4?"), AssistantTurn("5")]
+        reward.submit(Episode(TASKS[0], turns, [[{"role": "tool", "content": "No."}]]))
+        assert [score.reward for _, score in reward.poll(None)] == [1.0]
+        reward.close()
+    (body,) = server.bodies
+    expected = "system: Be {kind}.\n\nuser: 2+2?\n\nassistant: 4?\n\ntool: No.\n\nassistant: 5"
+    assert body["messages"][0]["content"] == expected
 
 
 def test_neither_judge_nor_policy_is_read_in_its_thoughts() -> None:

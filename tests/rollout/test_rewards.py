@@ -22,11 +22,9 @@ import numpy as np
 import pytest
 import torch
 
-from postlude.data.thoughts import answer_text
 from postlude.pool.open_pool import open_pool
 from postlude.pool.process_pool import _WorkerProcess
 from postlude.pool.worker_pool import CallResult, WorkerError
-from postlude.rollout.episode import AssistantTurn
 from postlude.rollout.rewards import Score
 from postlude.rollout.verifiers import ExactReward, MathReward, extract
 from postlude.user_code import UserCodeError
@@ -397,27 +395,6 @@ def test_exact_answers_are_compared_as_text() -> None:
         assert [score.reward for score in scores] == [1.0, 1.0, 0.0, 0.0, 0.0]
         (failed,) = score_all(pool, [("p", "3", {"anwser": "3"})])
         assert 'the example has no "answer"; it has: anwser' in str(failed.error)
-
-
-@pytest.mark.parametrize(
-    ("completion", "in_thought", "answer"),
-    [
-        ("4", False, "4"),
-        ("<think>3</think>4", False, "4"),
-        ("3</think>4", False, "4"),
-        ("3 <think>so</think>4", True, "4"),
-        ("3 </think>or</think>4", False, "4"),
-        ("4 <think>3</think>", False, "4 "),
-        ("<think>4", False, ""),
-        ("4", True, ""),
-        ("<|channel|>analysis<|message|>3<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>", False, "4"),
-        ("<|channel|>analysis<|message|>4", False, ""),
-    ],
-)
-def test_answer_of_a_completion_is_what_follows_its_thoughts(completion: str, in_thought: bool, answer: str) -> None:
-    assert answer_text(completion, in_thought=in_thought) == answer
-    text = "?" if "|" in completion else completion  # special tokens are in the raw text alone
-    assert AssistantTurn(text, raw_text=completion, in_thought=in_thought).answer_text == answer
 
 
 def test_mathematical_answer_may_be_in_a_tag() -> None:

@@ -74,21 +74,25 @@ def test_tool_call_gets_its_result_and_final_answer_is_scored(file: Path) -> Non
 
 def test_tool_call_within_reasoning_is_ignored(file: Path) -> None:
     """In closed or open reasoning, started in the prompt or not; a call after it counts."""
-    reply, thought = ToolReply((f"{file}:add",)), call("add", a=1, b=2)
-    for completion in (
+    rows = file.with_name("rows.jsonl")
+    settings = ToolSettings(path=rows, chat=True, tools=(f"{file}:add",), reward="exact", max_turns=2, workers=0)
+    thought, spoken = call("add", a=1, b=2), call("add", a=4)
+    answers = [
         f"<think>{thought}</think>3",
         f"{thought}</think>3",
         f"3<think>{thought}",
         f"<think>a</think>3<think>{thought}",
-    ):
-        assert reply([], [completion], {}) is None, completion
-    spoken = call("add", a=4)
-    for completion in (
-        f"<think>{thought}</think>{spoken}",
-        f"{thought}</think>{spoken}",
-        f"{spoken}<think>{thought}</think>",
-    ):
-        assert reply([], [completion], {}) == [{"role": "tool", "content": "5"}], completion
+    ]
+    calls = [f"<think>{thought}</think>{spoken}", f"{thought}</think>{spoken}", f"{spoken}<think>{thought}</think>"]
+    hidden = AssistantTurn(f"{thought}3", answer="3")  # the markers are special tokens, which the text lacks
+    with closing(settings.build(seed=0)) as environment:
+        episodes = [environment.reset(environment.tasks[0]) for _ in range(8)]
+        results = step(environment, episodes, [*answers, *calls, hidden])
+    for completion, result in zip(answers, results, strict=False):
+        assert (result.done, result.score and result.score.reward) == (True, 1.0), completion
+    for completion, result in zip(calls, results[4:], strict=False):
+        assert result.observation == [{"role": "tool", "content": "5"}], completion
+    assert results[-1].done
 
 
 def test_a_tool_schema_has_the_docstring_and_the_types(file: Path) -> None:

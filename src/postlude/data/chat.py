@@ -33,6 +33,7 @@ from postlude.data.chat_template import (
 )
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.data.text_tokens import BosText, ContinuationText, TextTokens
+from postlude.data.thoughts import ThoughtMarkers
 from postlude.data.turn_encoding import EncodingSteps, TurnEncoder, ambiguous_turn
 from postlude.options import TrainedTurns
 
@@ -108,6 +109,11 @@ class Encoder:
         if not self.truncate:
             raise self._too_long(row, len(tokens))
         return tokens[-self.max_length :]
+
+    @property
+    def thoughts(self) -> ThoughtMarkers:
+        """What marks the thoughts of a model with this tokenizer and template."""
+        return self._template.thoughts
 
     def conversation(
         self, messages: Sequence[Message], row: str = "the conversation", *, tools: Tools = None

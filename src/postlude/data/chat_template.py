@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.data.thoughts import DEFAULT_MARKERS, KNOWN_MARKERS, ThoughtMarkers
 
 Message: TypeAlias = Mapping[str, Any]
 """{"role": "user", "content": "..."}"""
@@ -37,17 +38,10 @@ RENDER_SECONDS = 20.0  # for one short message, which takes milliseconds
 QUESTION: Message = {"role": "user", "content": "?"}
 PLACEHOLDER = "what was said."  # stands for an answer where the template's text around one is looked at
 PROBE = "reasoning-probe"
-REASONING_PROBES: tuple[Message, ...] = (  # the ways in which templates take reasoning
-    {"role": "assistant", "content": f"<think>\n{PROBE}\n</think>\n\n."},
-    {"role": "assistant", "content": ".", "reasoning_content": PROBE},
-    {"role": "assistant", "content": ".", "thinking": PROBE},
-)
 SYSTEM_ROLES = ("system", "developer")
 RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template")
 """Variables of a template that are no options of it."""
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-OPEN, CLOSE = "<think>", "</think>"
-OPENED = re.compile(rf"{OPEN}(\s*)\Z")
 NAME = "probe_function"
 ARGUMENTS = {"probe": 1}
 CALL = {"type": "function", "id": "call12345", "function": {"name": NAME, "arguments": ARGUMENTS}}
@@ -219,36 +213,78 @@ class ChatTemplate:
         """
         before, text = self.before_turn(messages, index, tools), self.render(messages[: index + 1], tools)
         message = messages[index]
-        is_whole = reasoning_of(message) in text
+        is_whole = self.reasoning_of(message) in text
         if text.startswith(before) and is_whole:
             return before, text[len(before) :]
-        opened = OPENED.search(before)
+        opened = self.thoughts.opened(before)
         if is_whole and opened is None:
             return None
         start = before[: opened.start()] if opened else before
-        reasoning, answer = _reasoning_and_answer(message)
+        reasoning, answer = self._reasoning_and_answer(message)
         turn_text = text[len(start) :].lstrip()
         if not text.startswith(start) or not turn_text.startswith(answer):
             return None
         if opened:
-            reasoning = reasoning.removeprefix(OPEN).removeprefix(opened[1])
+            reasoning = reasoning.removeprefix(self.thoughts.open).removeprefix(opened[1])
         return before, reasoning + turn_text
 
     def drops_reasoning(self, roles: Sequence[str]) -> bool:
         """Whether the reasoning of the last turn is rendered, but no more once messages of these roles follow it."""
         key = ("reasoning", " ".join(roles))
         if key not in self._known:
+            inline = f"{self.thoughts.open}\n{PROBE}\n{self.thoughts.close}\n\n."
+            turns: list[Message] = [  # the ways in which templates take reasoning
+                {"role": "assistant", "content": inline},
+                {"role": "assistant", "content": ".", "reasoning_content": PROBE},
+                {"role": "assistant", "content": ".", "thinking": PROBE},
+            ]
             after = [{"role": role, "content": "."} for role in roles]
             self._known[key] = any(
                 PROBE in self.try_render([QUESTION, turn]) and PROBE not in self.try_render([QUESTION, turn, *after])
-                for turn in REASONING_PROBES
+                for turn in turns
             )
         return self._known[key]
 
-    def try_render(self, messages: Sequence[Message], tools: Tools = None) -> str:
+    @cached_property
+    def thoughts(self) -> ThoughtMarkers:
+        """What marks a thought: as the template writes one, else what it or the vocabulary has of the known markers."""
+        turn = {"role": "assistant", "content": PLACEHOLDER, "reasoning_content": PROBE}
+        opening, _, rest = self.try_render([QUESTION, turn]).partition(PROBE)
+        close, found, _ = rest.partition(PLACEHOLDER)
+        close, header = close.strip(), self.try_render([QUESTION], header=True)
+        if found and close:
+            if known := [markers for markers in KNOWN_MARKERS if markers.close == close]:
+                return known[0]
+            opened = opening.removeprefix(header).strip() if opening.startswith(header) else ""
+            if not opened and header.rstrip().endswith(close.replace("/", "", 1)):
+                opened = close.replace("/", "", 1)  # the header begins the thought
+            if opened:
+                return ThoughtMarkers(opened, close)
+        text = "\n".join([self.source(), *self.tokenizer.get_added_vocab()])
+        return next((markers for markers in KNOWN_MARKERS if markers.is_in(text)), DEFAULT_MARKERS)
+
+    def reasoning_of(self, message: Message) -> str:
+        """Returns the reasoning of a message without its markers; empty if there is none."""
+        for key in REASONING_KEYS:
+            if isinstance(message.get(key), str):
+                return str(message[key]).strip()
+        reasoning = (message.get("content") or "").rpartition(self.thoughts.close)[0]
+        return (reasoning.partition(self.thoughts.open)[2] if self.thoughts.open in reasoning else reasoning).strip()
+
+    def _reasoning_and_answer(self, message: Message) -> tuple[str, str]:
+        """Returns a message's reasoning as a model writes it, with its markers, and the answer after it."""
+        content, thoughts = message.get("content") or "", self.thoughts
+        if thoughts.close in content and not any(message.get(key) for key in REASONING_KEYS):
+            reasoning, _, answer = content.rpartition(thoughts.close)
+            gap = answer[: len(answer) - len(answer.lstrip())]
+            opening = "" if reasoning.lstrip().startswith(thoughts.open) else f"{thoughts.open}\n"
+            return f"{opening}{reasoning.lstrip()}{thoughts.close}{gap}", answer.strip()
+        return f"{thoughts.open}\n{self.reasoning_of(message)}\n{thoughts.close}\n\n", content.strip()
+
+    def try_render(self, messages: Sequence[Message], tools: Tools = None, *, header: bool = False) -> str:
         """Returns the text of messages, or an empty one if the template refuses them."""
         try:
-            return self.render(messages, tools)
+            return self.render(messages, tools, header=header)
         except EncodingError:
             return ""
 
@@ -331,31 +367,11 @@ def check_variables(tokenizer: ChatTokenizer, variables: Mapping[str, Any]) -> N
             )
 
 
-def reasoning_of(message: Message) -> str:
-    """Returns the reasoning of a message without its tags; empty if there is none."""
-    for key in REASONING_KEYS:
-        if isinstance(message.get(key), str):
-            return str(message[key]).strip()
-    reasoning = (message.get("content") or "").rpartition(CLOSE)[0]
-    return (reasoning.partition(OPEN)[2] if OPEN in reasoning else reasoning).strip()
-
-
 def _with_reasoning_key(message: Message, source: str) -> dict[str, Any]:
     """Returns a message whose reasoning is under a key that the template reads. transformers before 5.23 adds none."""
     keys = [key for key in REASONING_KEYS if re.search(rf"\b{key}\b", source)]
     own = next((key for key in REASONING_KEYS if isinstance(message.get(key), str)), None)
     return {**message} if own is None or not keys or own in keys else {**message, keys[0]: message[own]}
-
-
-def _reasoning_and_answer(message: Message) -> tuple[str, str]:
-    """Returns a message's reasoning as a model writes it, with its tags, and the answer after it."""
-    content = message.get("content") or ""
-    if CLOSE in content and not any(message.get(key) for key in REASONING_KEYS):
-        reasoning, _, answer = content.rpartition(CLOSE)
-        gap = answer[: len(answer) - len(answer.lstrip())]
-        open_tag = "" if reasoning.lstrip().startswith(OPEN) else f"{OPEN}\n"
-        return f"{open_tag}{reasoning.lstrip()}{CLOSE}{gap}", answer.strip()
-    return f"{OPEN}\n{reasoning_of(message)}\n{CLOSE}\n\n", content.strip()
 
 
 def shared_prompt(first: Sequence[Message], second: Sequence[Message], row: str) -> int:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
 from postlude.data.chat_template import CALL, NAME, QUESTION, TOOL, ChatTemplate, EncodingError
-from postlude.data.thoughts import answer_text
 from postlude.user_code import load_callable
 
 ParameterTypes: TypeAlias = Mapping[str, Mapping[str, str]]
@@ -199,7 +198,7 @@ def detect_format(template: ChatTemplate) -> ToolCallFormat:
         turn = template.turn(messages, 1, tools)
     except EncodingError as error:
         raise ValueError(f"tools: {error}") from error
-    written = answer_text(turn[1]) if turn is not None else ""
+    written = template.thoughts.answer(turn[1]) if turn is not None else ""
     for kind in FORMATS.values():
         if kind().parse(written, {NAME: {"probe": "integer"}}) == [ToolCall(NAME, {"probe": 1})]:
             return kind()

@@ -6,7 +6,7 @@ from collections.abc import Generator
 from functools import cached_property
 from typing import TypeAlias, TypeVar
 
-from postlude.data.chat_template import ChatTemplate, Message, Tools, as_encoding_error, reasoning_of
+from postlude.data.chat_template import ChatTemplate, Message, Tools, as_encoding_error
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.data.text_tokens import ContinuationText, TextTokens, mask_of_spans
 from postlude.data.turn_ends import special_tokens, turn_ends
@@ -70,7 +70,7 @@ class TurnEncoder:
     ) -> EncodingSteps[MaskedTokens | None]:
         """Returns one sequence; None if the template writes one of `turns` differently than as the last message."""
         text = self.template.render(messages, tools)
-        if not all(reasoning_of(messages[index]) in text for index in turns):
+        if not all(self.template.reasoning_of(messages[index]) in text for index in turns):
             return None
         inner = [index for index in turns if index + 1 < len(messages)]
         tokens, *prefixes = yield [

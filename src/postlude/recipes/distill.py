@@ -76,7 +76,9 @@ class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
         )
         if is_chat(environment.tasks[0].prompt):
             prepare_chat(self.tokenizer, str(config.model))
-        self.rollout_sampler = open_rollout_sampler(self, environment, data.rollout, data.sampling)
+        self.rollout_sampler = open_rollout_sampler(
+            self, environment, data.rollout, data.sampling, epochs=lambda: self.rows.progress
+        )
         return ShuffledRows(environment.tasks, held_out=config.held_out.rows, seed=seed)
 
     def split(self) -> Split:

@@ -125,6 +125,7 @@ class GRPOTrainer(Trainer):
             self.environments,
             config.rollout,
             config.sampling,
+            epochs=lambda: self.task_sampler.progress,
             record_routing=config.replay_routing,
             background=staleness > 0,
         )

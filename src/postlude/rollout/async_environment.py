@@ -7,7 +7,8 @@
         async def close(self): ...                        # optional
 
 `step` returns text or messages to read next; a number or a dict of numbers, which is the reward and ends the episode;
-or both: (observation, reward) continues with a reward for the turn, (None, reward) ends. Hundreds of episodes share one
+or both: (observation, reward) continues with a reward for the turn, (None, reward) ends. With a reward of the
+environment, which is added, None ends it too. Hundreds of episodes share one
 thread, so whatever takes long must be awaited. Heavy work belongs in `MultiTurn`, whose functions have processes.
 """
 
@@ -46,8 +47,7 @@ class AsyncEnvironment(TurnEnvironment):
         if hasattr(state, "close"):
             self._coroutines.submit(next(self._call_ids), _close(state))  # its result is not polled
 
-    def trial_call(self, task: Task, turn: AssistantTurn) -> None:
-        """Takes one step before a run starts."""
+    def _trial_turn(self, task: Task, turn: AssistantTurn) -> None:
         episode = Episode(task, [turn])
         self._coroutines.submit(call_id := next(self._call_ids), self._step(episode))
         results: dict[int, CallResult] = {}
@@ -66,10 +66,11 @@ class AsyncEnvironment(TurnEnvironment):
             ) from error
 
     def close(self) -> None:
-        """Ends all episodes."""
-        for episode in self._waiting.values():
+        """Ends all episodes, and closes the reward."""
+        for episode in (*self._waiting.values(), *self._ended):
             self.release(episode)
         self._coroutines.close()
+        super().close()
 
     def _submit(self, episode: Episode) -> None:
         call_id = next(self._call_ids)

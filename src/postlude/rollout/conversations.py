@@ -13,11 +13,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from postlude.data.chat import Encoder
-from postlude.data.chat_template import OPENED
+from postlude.data.thoughts import CHANNEL
 from postlude.generate.protocol import AsyncRolloutEngine, Completion, FinishedCompletion, Request
 from postlude.generate.sampling_params import SamplingParams
 from postlude.rollout.environments import Environment, Transcript, TurnResult, is_chat
 from postlude.rollout.episode import AssistantTurn, Episode
+from postlude.rollout.reward_call import NOT_TRAINING, TrainerState
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task
 
@@ -86,6 +87,7 @@ class TrajectoryGroup:
     sampling: SamplingParams
     trajectories: list[Trajectory]
     source: PromptSource
+    trainer_state: TrainerState = NOT_TRAINING
 
     @classmethod
     def of(
@@ -96,10 +98,11 @@ class TrajectoryGroup:
         sampling: SamplingParams,
         samples: int,
         source: PromptSource,
+        trainer_state: TrainerState = NOT_TRAINING,
     ) -> TrajectoryGroup:
         """Returns a group of `samples` trajectories that are not started."""
         trajectories = [Trajectory(task, number, Transcript(prompt)) for _ in range(samples)]
-        return cls(task, number, sampling, trajectories, source)
+        return cls(task, number, sampling, trajectories, source, trainer_state)
 
     @property
     def done(self) -> bool:
@@ -234,6 +237,8 @@ class Conversations:
 
     def _start(self, group: TrajectoryGroup) -> None:
         episodes = group.source.environment.reset_group(group.task, len(group.trajectories))
+        for episode in episodes:
+            episode.trainer_state = group.trainer_state
         conversations = [
             _Conversation(trajectory, index, group, episode)
             for index, (trajectory, episode) in enumerate(zip(group.trajectories, episodes, strict=True))
@@ -302,14 +307,24 @@ class Conversations:
 
 def _assistant_turn(completion: Completion, context: Sequence[int], encoder: Encoder) -> AssistantTurn:
     """Returns a completion of `context` as an environment sees it."""
-    tokenizer = encoder.tokenizer
-    return AssistantTurn(
-        completion.text or "",
-        completion.tokens,
-        completion.finish_reason == "length",
-        raw_text=tokenizer.decode(completion.tokens, skip_special_tokens=False),
-        in_thought=OPENED.search(tokenizer.decode(context[-OPENED_TOKENS:], skip_special_tokens=False)) is not None,
-    )
+    tokenizer, tokens, text = encoder.tokenizer, completion.tokens, completion.text or ""
+    raw_text = tokenizer.decode(tokens, skip_special_tokens=False)
+    end = tokenizer.decode(context[-OPENED_TOKENS:], skip_special_tokens=False)
+    answer = _answer(encoder, text, tokens, raw_text, in_thought=encoder.thoughts.opened(end) is not None)
+    return AssistantTurn(text, tokens, completion.finish_reason == "length", raw_text, answer)
+
+
+def _answer(encoder: Encoder, text: str, tokens: Sequence[int], raw_text: str, *, in_thought: bool) -> str:
+    """Returns the text of a completion without its thoughts, whose markers may be special tokens."""
+    tokenizer, thoughts = encoder.tokenizer, encoder.thoughts
+    if CHANNEL not in raw_text and (thoughts.is_in(text) or not thoughts.is_in(raw_text)):
+        return thoughts.answer(text, in_thought=in_thought)
+    answer = thoughts.answer(raw_text, in_thought=in_thought)
+    for token in set(tokens):
+        if not tokenizer.decode([token], skip_special_tokens=True):
+            answer = answer.replace(tokenizer.decode([token], skip_special_tokens=False), "")
+    after_stop = len(tokenizer.decode(tokens, skip_special_tokens=True)) - len(text)
+    return answer[: max(0, len(answer) - after_stop)]
 
 
 def combine_seeds(*numbers: int) -> int:

@@ -163,8 +163,8 @@ class TurnEnvironment(Environment):
 
     An episode whose call fails or returns an invalid value ends. It is counted in `failures`, and is excluded from
     training or earns `failed_reward` if that is a number. An episode that is not over after `max_turns` completions
-    earns `unfinished_reward` besides its score so far. `reward` scores the last completion of an episode that a call
-    ended, besides what the call returned, which may be None then.
+    earns `unfinished_reward` besides its score so far. `reward` scores an episode that a call ended. Its score is added
+    to what the calls returned, and the last may then return None.
     """
 
     def __init__(
@@ -186,11 +186,31 @@ class TurnEnvironment(Environment):
                 "such as over the budget, and its group would never be complete. Set group to false."
             )
         self.reward = reward
-        self._ended: dict[int, Score] = {}  # by id of the episode that the reward scores
+        self._ended: dict[Episode, Score] = {}  # the turn's own score of episodes that the reward scores
         self.tasks, self.name, self.keep_reasoning = tasks, name, keep_reasoning
         self.max_turns, self.unfinished_reward = max_turns, unfinished_reward
         self.failures, self.failed_reward = FailureCounter(name, failed_reward), failed_reward
         self._waiting: dict[int, Episode] = {}  # by call id
+
+    @property
+    def lost_workers(self) -> int | None:
+        """As the reward counts them."""
+        return None if self.reward is None else self.reward.lost_workers
+
+    def trial_call(self, task: Task, turn: AssistantTurn) -> None:
+        """Takes a turn, and scores an episode that ends with it, before a run starts."""
+        self._trial_turn(task, turn)
+        if self.reward is not None:
+            self.reward.trial_call(task, turn)
+
+    def close(self) -> None:
+        """Closes the reward."""
+        if self.reward is not None:
+            self.reward.close()
+
+    @abstractmethod
+    def _trial_turn(self, task: Task, turn: AssistantTurn) -> None:
+        """Makes one call before a run starts. Raises ValueError if it fails or returns an invalid value."""
 
     @abstractmethod
     def _poll_calls(self, timeout: float | None) -> Mapping[int, CallResult]:
@@ -203,7 +223,7 @@ class TurnEnvironment(Environment):
         while True:
             results = self._turn_results(self._poll_calls(0.0))
             for episode, score in self.reward.poll(0.0):
-                results.append((episode, TurnResult(self._ended.pop(id(episode)).plus(score))))
+                results.append((episode, TurnResult(self._ended.pop(episode).plus(score))))
             remaining = deadline - time.monotonic()
             if results or remaining <= 0:
                 return results
@@ -213,7 +233,7 @@ class TurnEnvironment(Environment):
         """Returns the results of turns, without those of episodes that the reward scores first."""
         episodes = {call_id: self._waiting.pop(call_id) for call_id in results if call_id in self._waiting}
         turns = [(episode, self._turn_result(episode, results[call_id])) for call_id, episode in episodes.items()]
-        return [(episode, turn) for episode, turn in turns if id(episode) not in self._ended]
+        return [(episode, turn) for episode, turn in turns if episode not in self._ended]
 
     def _turn_result(self, episode: Episode, result: CallResult) -> TurnResult:
         if result.failure is not None:
@@ -227,7 +247,7 @@ class TurnEnvironment(Environment):
             return TurnResult(unfinished if turn.score is None else turn.score.plus(unfinished))
         if turn.done and self.reward is not None:
             assert turn.score is not None
-            self._ended[id(episode)] = turn.score
+            self._ended[episode] = turn.score
             self.reward.submit(episode)
         return turn
 
@@ -237,7 +257,7 @@ class MultiTurn(TurnEnvironment):
 
     reply(prompt, completions, example) is called in worker processes, by the rules of a reward function. Text or
     messages that it returns are what the model reads next. A number, or a dict of numbers, ends the episode; with a
-    `reward` so does None. It keeps no state between calls.
+    `reward` so does None. It keeps no state between calls. Without `thoughts` it gets the completions without theirs.
     """
 
     def __init__(
@@ -249,41 +269,42 @@ class MultiTurn(TurnEnvironment):
         timeout: float = 30.0,
         pool_factory: PoolFactory | None = None,
         worker_limits: WorkerLimits = DEFAULT_LIMITS,
+        thoughts: bool = True,
         **turns: Any,
     ) -> None:
         """Opens the pool. `turns` are the settings of a `TurnEnvironment`."""
         super().__init__(tasks, function_name(reply), **turns)
+        self.thoughts = thoughts
         self.pool = open_pool(reply, count=workers, timeout=timeout, pool_factory=pool_factory, limits=worker_limits)
         self._finalizer = weakref.finalize(self, self.pool.close)
 
     @property
     def lost_workers(self) -> int | None:
         """As the pool and the reward count them."""
-        counts = [self.pool.lost, None if self.reward is None else self.reward.lost_workers]
+        counts = [self.pool.lost, super().lost_workers]
         reported = [count for count in counts if count is not None]
         return sum(reported) if reported else None
 
-    def trial_call(self, task: Task, turn: AssistantTurn) -> None:
-        """Calls `reply` with one completion before a run starts."""
-        (result,) = self.pool.call_all([(task.prompt, [turn.text], task.example)])
+    def close(self) -> None:
+        """Ends the workers of the pool, and closes the reward."""
+        self.pool.close()
+        super().close()
+
+    def _trial_turn(self, task: Task, turn: AssistantTurn) -> None:
+        (result,) = self.pool.call_all([self._arguments(Episode(task, [turn]))])
         if result.failure is not None:
             raise trial_failure(failure_message(self.name, result), task, turn)
         try:
             read_turn(result.value, scored=self.reward is not None)
         except ValueError as error:
             raise trial_failure(f"{self.name} {error}", task, turn) from error
-        if self.reward is not None:
-            self.reward.trial_call(task, turn)
-
-    def close(self) -> None:
-        """Ends the workers of the pool, and closes the reward."""
-        self.pool.close()
-        if self.reward is not None:
-            self.reward.close()
 
     def _submit(self, episode: Episode) -> None:
-        arguments = (episode.task.prompt, episode.completions, episode.task.example)
-        self._waiting[self.pool.submit(arguments)] = episode
+        self._waiting[self.pool.submit(self._arguments(episode))] = episode
+
+    def _arguments(self, episode: Episode) -> tuple[Any, ...]:
+        completions = [turn.text if self.thoughts else turn.answer_text for turn in episode.turns]
+        return episode.task.prompt, completions, episode.task.example
 
     def _poll_calls(self, timeout: float | None) -> Mapping[int, CallResult]:
         return self.pool.poll(timeout)

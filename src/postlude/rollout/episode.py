@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from postlude.data.chat_template import Message
-from postlude.data.thoughts import CHANNEL, answer_text
+from postlude.data.thoughts import answer_text
+from postlude.rollout.reward_call import NOT_TRAINING, TrainerState
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task
 
@@ -23,14 +25,13 @@ class AssistantTurn:
     """Whether it reached max_new_tokens before it ended."""
     raw_text: str | None = None
     """The text with special tokens, such as those of channels; None where it is not known."""
-    in_thought: bool = False
-    """Whether the prompt ended inside a thought."""
+    answer: str | None = None
+    """The text without thoughts, by the model's markers; None takes the known markers in the text."""
 
     @property
     def answer_text(self) -> str:
         """The text without thoughts: what is scored."""
-        has_channels = self.raw_text is not None and CHANNEL in self.raw_text
-        return answer_text(self.raw_text if has_channels and self.raw_text else self.text, in_thought=self.in_thought)
+        return answer_text(self.text) if self.answer is None else self.answer
 
 
 @dataclass(eq=False)
@@ -46,13 +47,21 @@ class Episode:
     """Set when it is over."""
     state: Any = None
     """Whatever an environment keeps for it."""
+    trainer_state: TrainerState = NOT_TRAINING
+    """How far the run was when it started."""
     group: list[Episode] = field(default_factory=list, repr=False)
     """All attempts at the task that are compared with each other, this one included."""
 
     def __post_init__(self) -> None:
         self.group = self.group or [self]
 
-    @property
-    def completions(self) -> list[str]:
-        """The texts of the model's turns."""
-        return [turn.text for turn in self.turns]
+    def transcript(self, *, thoughts: bool = True) -> list[Message]:
+        """Returns what followed the prompt, as messages: the model's turns and the observations between them."""
+        messages: list[Message] = []
+        for turn, observation in zip_longest(self.turns, self.observations):
+            messages.append({"role": "assistant", "content": turn.text if thoughts else turn.answer_text})
+            if isinstance(observation, str):
+                messages.append({"role": "user", "content": observation})
+            elif observation is not None:
+                messages += observation
+        return messages

@@ -14,12 +14,12 @@ from postlude.pool.open_pool import function_file, function_name, open_pool
 from postlude.pool.worker import to_json
 from postlude.pool.worker_pool import CallResult, PoolFactory, WorkerPool
 from postlude.rollout.coroutine_pool import CoroutinePool
+from postlude.rollout.episode import AssistantTurn, Episode
 from postlude.rollout.reward import WAIT_SECONDS, Reward, Scored, name_rows, trial_failure
 from postlude.rollout.reward_call import RewardCall
 from postlude.rollout.rewards import FailureCounter, Score, failure_message, read_score
 
 if TYPE_CHECKING:
-    from postlude.rollout.episode import AssistantTurn, Episode
     from postlude.rollout.tasks import Task
 
 
@@ -94,7 +94,7 @@ class FunctionReward(FailureCounter, Reward):
     def trial_call(self, task: Task, turn: AssistantTurn) -> None:
         """Makes one call that is not counted: of a function of several completions, with two."""
         count = 2 if self._signature["takes_list"] else 1
-        call_id = self._start([_sample(task, turn)] * count)
+        call_id = self._start([_sample(Episode(task, [turn]))] * count)
         results: dict[int, CallResult] = {}
         while call_id not in results:
             results |= self._results(None)
@@ -135,9 +135,10 @@ class FunctionReward(FailureCounter, Reward):
             self._waiting = [episode for episode in waiting if id(episode) not in started]
         else:
             size = self.batch_size if self._signature["takes_list"] else 1
-            batches = [waiting[start : start + size] for start in range(0, len(waiting), size)]
+            by_state = [list(same) for _, same in itertools.groupby(waiting, lambda episode: episode.trainer_state)]
+            batches = [same[start : start + size] for same in by_state for start in range(0, len(same), size)]
         for batch in batches:
-            self._calls[self._start([_sample(episode.task, episode.turns[-1]) for episode in batch])] = batch
+            self._calls[self._start([_sample(episode) for episode in batch])] = batch
 
     def _start(self, samples: list[dict[str, Any]]) -> int:
         if not self._signature["is_async"]:
@@ -187,8 +188,9 @@ class FunctionReward(FailureCounter, Reward):
         return value
 
 
-def _sample(task: Task, turn: AssistantTurn) -> dict[str, Any]:
+def _sample(episode: Episode) -> dict[str, Any]:
     """Returns what a reward function may ask for, besides the columns of the row."""
+    task, turn = episode.task, episode.turns[-1]
     return {
         "prompt": task.prompt,
         "completion": turn.text,
@@ -196,8 +198,10 @@ def _sample(task: Task, turn: AssistantTurn) -> dict[str, Any]:
         "conversation": [{"role": "assistant", "content": turn.text}] if isinstance(task.content, list) else turn.text,
         "raw_completion": turn.text if turn.raw_text is None else turn.raw_text,
         "answer_text": turn.answer_text,
+        "transcript": episode.transcript(),
         "completion_ids": list(turn.tokens),
         "length": len(turn.tokens),
         "truncated": turn.truncated,
         "example": task.example,
+        "trainer_state": episode.trainer_state,
     }

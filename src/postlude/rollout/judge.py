@@ -13,6 +13,7 @@ from postlude.data.chat import Prompt
 from postlude.data.thoughts import answer_text
 from postlude.pool.worker_pool import CallResult
 from postlude.rollout.coroutine_pool import CoroutinePool
+from postlude.rollout.episode import AssistantTurn, Episode
 from postlude.rollout.reward import WAIT_SECONDS, Reward, Scored
 from postlude.rollout.rewards import FailureCounter, Score
 from postlude.rollout.verdict import Verdict
@@ -21,7 +22,6 @@ from postlude.serving.clients.openai import only_choice
 from postlude.serving.errors import InvalidResponse, RequestRefused, ServerUnavailable
 
 if TYPE_CHECKING:
-    from postlude.rollout.episode import AssistantTurn, Episode
     from postlude.rollout.tasks import Task
 
 CHAT = "/v1/chat/completions"
@@ -33,9 +33,9 @@ class JudgeReward(FailureCounter, Reward):
     """The score that `model` at `url` gives a completion.
 
     `template` is the judge's question. {prompt}, {completion} without its thoughts, {raw_completion} with thoughts and
-    special tokens, and the columns of the row are filled in; a prompt of messages becomes text with the role before
-    each message. `verdict` reads the score from the answer. A request that
-    gets no reply within `timeout` seconds, or one that asks to try later, is made up to `retries` times again.
+    special tokens, {transcript}, all that followed the prompt, and the columns of the row are filled in; messages
+    become text with the role before each. `verdict` reads the score from the answer. A request that gets no reply
+    within `timeout` seconds, or one that asks to try later, is made up to `retries` times again.
     At most `concurrency` requests run. An answer without a score earns `unparsable_reward`; without that it counts as
     a failed call, as does a request that failed. `key_variable` names the environment variable of the API key.
     """
@@ -73,7 +73,7 @@ class JudgeReward(FailureCounter, Reward):
         """Starts a request about the last completion of an episode."""
         call_id = next(self._call_ids)
         self._waiting[call_id] = episode
-        self._coroutines.submit(call_id, self._ask(episode.task, episode.turns[-1]))
+        self._coroutines.submit(call_id, self._ask(episode))
 
     def poll(self, timeout: float | None = 0.0) -> Scored:
         """Returns the scores of the answers that are there."""
@@ -86,7 +86,7 @@ class JudgeReward(FailureCounter, Reward):
     def trial_call(self, task: Task, turn: AssistantTurn) -> None:
         """Asks once. An answer without a score is an error here only if it would count as a failed call."""
         call_id = next(self._call_ids)
-        self._coroutines.submit(call_id, self._ask(task, turn))
+        self._coroutines.submit(call_id, self._ask(Episode(task, [turn])))
         result = _answer(self._coroutines.poll(None)[call_id])
         if result.failure is not None:
             raise ValueError(f"{self.name} failed on trial on {task.name}: {result.error}")
@@ -104,10 +104,15 @@ class JudgeReward(FailureCounter, Reward):
         self._coroutines.close()
         self._connections.clear()
 
-    def question(self, task: Task, turn: AssistantTurn) -> str:
-        """Returns the question about a completion. Raises ValueError if the template asks for what is not there."""
-        raw = turn.text if turn.raw_text is None else turn.raw_text
-        texts = {"prompt": prompt_text(task.prompt), "completion": turn.answer_text, "raw_completion": raw}
+    def question(self, episode: Episode) -> str:
+        """Returns the question about an episode. Raises ValueError if the template asks for what is not there."""
+        task, turn = episode.task, episode.turns[-1]
+        texts = {
+            "prompt": prompt_text(task.prompt),
+            "completion": turn.answer_text,
+            "raw_completion": turn.text if turn.raw_text is None else turn.raw_text,
+            "transcript": prompt_text(episode.transcript(thoughts=False)),
+        }
         fields = {**task.example, **texts}
         try:
             return self.template.format(**fields)
@@ -117,10 +122,10 @@ class JudgeReward(FailureCounter, Reward):
                 f"{', '.join(fields)}. Write braces that are meant as such twice."
             ) from error
 
-    async def _ask(self, task: Task, turn: AssistantTurn) -> CallResult:
+    async def _ask(self, episode: Episode) -> CallResult:
         """Returns the judge's answer, or why there is none."""
         try:
-            messages = [{"role": "user", "content": self.question(task, turn)}]
+            messages = [{"role": "user", "content": self.question(episode)}]
             connection = self._connection()
         except ValueError as error:
             return CallResult(failure="raised", error=str(error))

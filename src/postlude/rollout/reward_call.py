@@ -19,6 +19,7 @@ LISTS = {
     "completions": "conversation",
     "raw_completions": "raw_completion",
     "answer_texts": "answer_text",
+    "transcripts": "transcript",
     "completion_ids": "completion_ids",
     "lengths": "length",
     "truncated": "truncated",
@@ -28,7 +29,22 @@ LISTS = {
 PLURAL = frozenset(LISTS) - frozenset(LISTS.values())
 
 SampleFields = Mapping[str, Any]
-"""One completion: what `LISTS` names, and "completion". "example" is its row."""
+"""One completion: what `LISTS` names, "completion", and the `TrainerState`. "example" is its row."""
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """How far a run is. It has the fields of transformers' class that TRL's reward functions read."""
+
+    global_step: int = 0
+    """Finished steps."""
+    epoch: float = 0.0
+    """Epochs of the tasks that were started."""
+    max_steps: int = 0
+    """Steps of the run; 0 if it trains nothing."""
+
+
+NOT_TRAINING = TrainerState()
 
 
 @dataclass
@@ -123,7 +139,8 @@ class RewardCall:
             return {**rows[0], **{name: value for name, value in samples[0].items() if name != "conversation"}}
         columns = dict.fromkeys(column for row in rows for column in row)
         lists = {name: [sample[entry] for sample in samples] for name, entry in LISTS.items()}
-        return {**{column: [row.get(column) for row in rows] for column in columns}, **lists}
+        by_column = {column: [row.get(column) for row in rows] for column in columns}
+        return {**by_column, **lists, "trainer_state": samples[0]["trainer_state"]}
 
     def _described(self) -> str:
         return f"{self._name}({', '.join(str(parameter).split(':')[0] for parameter in self._parameters)})"

@@ -24,10 +24,10 @@ from postlude.rollout.tasks import Task
 
 
 class ModelReward(FailureCounter, Reward):
-    """The score that a reward model gives prompt and completion.
+    """The score that a reward model gives prompt and completion, or all turns of an episode and the observations.
 
     It scores completions without their thoughts. The reward model has its own tokenizer and chat template, and encodes
-    both as `postlude rm` does. It is loaded by the process that first scores a completion. A completion that it cannot
+    them as `postlude rm` does. It is loaded by the process that first scores a completion. A completion that it cannot
     encode, or that is longer than `budget` or its context length with its prompt, counts as a failed call.
     """
 
@@ -92,7 +92,10 @@ class ModelReward(FailureCounter, Reward):
         return [(episode, results[index]) for index, episode in enumerate(episodes)]
 
     def _encode(self, episode: Episode) -> EncodedSequence:
-        return self.encoder.completion(episode.task.prompt, episode.turns[-1].answer_text, episode.task.name)
+        task, transcript = episode.task, episode.transcript(thoughts=False)
+        if isinstance(task.prompt, str):
+            return self.encoder.completion(task.prompt, [message["content"] for message in transcript], task.name)
+        return self.encoder.completion([*task.prompt, *transcript[:-1]], transcript[-1:], task.name)
 
     def _score(self, score: float, row: str) -> Score:
         if not isfinite(score):

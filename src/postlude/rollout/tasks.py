@@ -216,7 +216,8 @@ class DatasetTasks:
             raise ValueError(
                 f'the prompt in {self.rows.location(index)} (column "{self.prompt}") ends with a message of the '
                 "assistant, so the model would read the answer. End it before that message, and give the answer in "
-                "its own column."
+                "its own column. If the model is to continue it, give the prompt as text, as the chat template writes "
+                "it."
             )
         if isinstance(prompt, str) and self.chat:
             prompt = [{"role": "user", "content": prompt}]

@@ -1,8 +1,8 @@
 """Tools: functions of the user that a model calls.
 
 `data/tool_calls.py` has the formats in which a completion writes a call. The model reads what the function returns, or
-the error it raises, as a message of the role "tool". A completion without a call ends the episode. Calls inside
-<think>...</think> are ignored.
+the error it raises, as a message of the role "tool". A completion without a call ends the episode. Calls inside of
+thoughts are ignored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from postlude.data.thoughts import answer_text
 from postlude.data.tool_calls import MalformedCall, ParameterTypes, ToolCall, load_format
 from postlude.user_code import load_callable
 
@@ -26,7 +25,8 @@ TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", list: 
 class ToolReply:
     """Returns the results of a completion's calls or, without any, None, which ends the episode.
 
-    It is the `reply` of a `MultiTurn`, so it runs in worker processes: a tool that hangs or crashes fails its attempt.
+    It is the `reply` of a `MultiTurn` without thoughts, so it runs in worker processes: a tool that hangs or crashes
+    fails its attempt.
     """
 
     tools: Sequence[str]
@@ -44,7 +44,7 @@ class ToolReply:
         """Returns messages to read, or None."""
         if not self._loaded:
             self.prepare()
-        calls = self._format.parse(answer_text(completions[-1]), self._types)
+        calls = self._format.parse(completions[-1], self._types)
         if not calls:
             return None
         return [{"role": "tool", "content": self._result(call)[:MAX_RESULT_LENGTH]} for call in calls]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
@@ -103,16 +104,51 @@ class PromptSettings(DatasetPath, RewardSettings):
         return DatasetTasks(self.read(), prompt=self.prompt, answer=self.answer, chat=self.chat, system=self.system)
 
 
-class RewardWorkerSettings(Settings):
-    """Settings of the workers that call a user's function."""
+class ScoredSettings(RewardSettings):
+    """The rewards of completions, and the workers that call a user's functions."""
 
     workers: NonNegativeInt = 4
     """Worker processes that compute rewards."""
     worker_limits: WorkerLimits = DEFAULT_LIMITS
     """What worker processes may use."""
+    reward: Code | None = None
+    """path/to/file.py:name of a function of completion or completions, which also gets what else it names: prompt,
+    completion_ids, length, truncated, transcript, example, columns of the row. Or a comparison with the row's answer:
+    "exact" as text, "math" as mathematics. Of several turns, it gets the last."""
+    rewards: dict[str, RewardKinds] = Field(default_factory=dict)
+    """In place of reward: several by name. The reward is the sum of weight · value, and each value is a metric."""
+
+    needs_reward: ClassVar[bool] = False
+    """Whether there is no other source of rewards."""
+
+    @model_validator(mode="after")
+    def _check_rewards(self) -> Self:
+        if self.reward is not None and self.rewards:
+            mistake = "both reward and rewards"
+        elif self.needs_reward and self.reward is None and not self.rewards:
+            mistake = "neither reward nor rewards"
+        else:
+            return self
+        raise ValueError(f"it has {mistake}. Give a function as reward, or several by name as rewards.")
+
+    def build_reward(self, pool_factory: PoolFactory | None) -> Reward | None:
+        """Returns the reward, or None if there is none. `pool_factory` makes its workers."""
+        answer = getattr(self, "answer", ANSWER)
+        calls = RewardCalls(self.workers, self.timeout, self.failed_reward, pool_factory, answer, self.worker_limits)
+        if self.reward is not None:
+            return calls.function(self.reward)
+        rewards = dict[str, Weighted]()
+        try:
+            for name, settings in self.rewards.items():
+                rewards[name] = Weighted(settings.build(calls), settings.weight)
+        except BaseException:
+            for weighted in rewards.values():
+                weighted.reward.close()
+            raise
+        return WeightedSum(rewards) if rewards else None
 
 
-class TurnSettings(RewardSettings):
+class TurnSettings(ScoredSettings):
     """When an episode of several turns ends, and what the model sees of earlier turns."""
 
     max_turns: PositiveInt
@@ -128,50 +164,21 @@ class TurnSettings(RewardSettings):
         names = ("max_turns", "unfinished_reward", "keep_reasoning", "timeout", "failed_reward")
         return {name: getattr(self, name) for name in names}
 
+    def build_turns(self, make: Callable[..., Environment], pool_factory: PoolFactory | None) -> Environment:
+        """Returns what `make` returns for the turns' settings and the reward."""
+        reward = self.build_reward(pool_factory)
+        try:
+            return make(reward=reward, **self.turn_options)
+        except BaseException:
+            if reward is not None:
+                reward.close()
+            raise
 
-class ScoredPromptSettings(PromptSettings, RewardWorkerSettings):
-    """Prompts of a file, and the rewards of completions."""
 
-    reward: Code | None = None
-    """path/to/file.py:name of a function of completion or completions, which also gets what else it names: prompt,
-    completion_ids, length, truncated, example, columns of the row. Or a comparison with the row's answer: "exact" as
-    text, "math" as mathematics. Of several turns, it gets the last."""
-    rewards: dict[str, RewardKinds] = Field(default_factory=dict)
-    """In place of reward: several by name. The reward is the sum of weight · value, and each value is a metric."""
+class DatasetSettings(PromptSettings, ScoredSettings):
+    """Prompts of a file, with a reward of yours, several of them, or a comparison with answers."""
 
     needs_reward: ClassVar[bool] = True
-    """Whether there is no other source of rewards."""
-
-    @model_validator(mode="after")
-    def _check_rewards(self) -> Self:
-        if self.reward is not None and self.rewards:
-            mistake = "both reward and rewards"
-        elif self.needs_reward and self.reward is None and not self.rewards:
-            mistake = "neither reward nor rewards"
-        else:
-            return self
-        raise ValueError(f"it has {mistake}. Give a function as reward, or several by name as rewards.")
-
-    def build_reward(self, pool_factory: PoolFactory | None) -> Reward | None:
-        """Returns the reward, or None if there is none. `pool_factory` makes its workers."""
-        calls = RewardCalls(
-            self.workers, self.timeout, self.failed_reward, pool_factory, self.answer, self.worker_limits
-        )
-        if self.reward is not None:
-            return calls.function(self.reward)
-        rewards = dict[str, Weighted]()
-        try:
-            for name, settings in self.rewards.items():
-                rewards[name] = Weighted(settings.build(calls), settings.weight)
-        except BaseException:
-            for weighted in rewards.values():
-                weighted.reward.close()
-            raise
-        return WeightedSum(rewards) if rewards else None
-
-
-class DatasetSettings(ScoredPromptSettings):
-    """Prompts of a file, with a reward of yours, several of them, or a comparison with answers."""
 
     def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
         """Returns the environment. `pool_factory` makes its reward workers."""
@@ -195,29 +202,25 @@ class RewardModelSettings(PromptSettings, RewardModelFields):
         return SingleTurn(self.tasks(), settings.build(RewardCalls(0, self.timeout, self.failed_reward)))
 
 
-class MultiTurnSettings(ScoredPromptSettings, TurnSettings):
+class MultiTurnSettings(PromptSettings, TurnSettings):
     """Prompts of a file, each the start of a conversation."""
 
-    def build_turns(self, tasks: Tasks, reply: str | ToolReply, pool_factory: PoolFactory | None) -> MultiTurn:
+    def build_replies(
+        self, tasks: Tasks, reply: str | ToolReply, pool_factory: PoolFactory | None, *, thoughts: bool = True
+    ) -> Environment:
         """Returns conversations with `reply`."""
-        reward = self.build_reward(pool_factory)
         workers: dict[str, Any] = {
             "workers": self.workers,
             "worker_limits": self.worker_limits,
             "pool_factory": pool_factory,
         }
-        try:
-            return MultiTurn(tasks, reply, reward=reward, **workers, **self.turn_options)
-        except BaseException:
-            if reward is not None:
-                reward.close()
-            raise
+        make = functools.partial(MultiTurn, tasks, reply, thoughts=thoughts, **workers)
+        return self.build_turns(make, pool_factory)
 
 
 class ConversationSettings(MultiTurnSettings):
     """Prompts of a file, each the start of a conversation with a function of yours."""
 
-    needs_reward: ClassVar[bool] = False
     reply: Code
     """path/to/file.py:name of reply(prompt, completions, example). It returns the next text or messages, or the reward
     (a number or a dict of numbers), which ends the conversation. With reward or rewards, which are added, it may return
@@ -225,13 +228,14 @@ class ConversationSettings(MultiTurnSettings):
 
     def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
         """Returns the environment. `pool_factory` makes its workers."""
-        return self.build_turns(self.tasks(), self.reply, pool_factory)
+        return self.build_replies(self.tasks(), self.reply, pool_factory)
 
 
 class ToolSettings(MultiTurnSettings):
     """Prompts of a file, answered with calls of tools: functions of yours, in the format of chat models. A completion
     without a call is the answer, which is scored."""
 
+    needs_reward: ClassVar[bool] = True
     tools: Annotated[tuple[Code, ...], Field(min_length=1)]
     """path/to/file.py:name of each tool. The chat template shows their names, docstrings and types to the model."""
     format: Code = "hermes"
@@ -245,7 +249,7 @@ class ToolSettings(MultiTurnSettings):
                 "tools are called in messages, but prompts are text. Set environment.chat to true, or give messages."
             )
         load_format(self.format)  # raises if there is none
-        environment = self.build_turns(tasks, ToolReply(self.tools, self.format), pool_factory)
+        environment = self.build_replies(tasks, ToolReply(self.tools, self.format), pool_factory, thoughts=False)
         environment.template_options = {"tools": [tool_schema(name, function) for name, function in tools.items()]}
         return environment
 
@@ -255,14 +259,16 @@ class EpisodeSettings(PromptSettings, TurnSettings):
 
     episode: Code
     """path/to/file.py:Class, constructed with a row and the settings. Its `async def step(self, turn)` returns the next
-    observation, the reward, or (observation, reward)."""
+    observation, the reward, or (observation, reward). With reward or rewards, which are added, it may return None at
+    the end."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class."""
 
     def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
-        """Returns the environment. Its episodes are coroutines in rank 0 and need no workers."""
-        make = functools.partial(load_callable(self.episode), **self.settings)
-        return AsyncEnvironment(self.tasks(), make, name=self.episode, **self.turn_options)
+        """Returns the environment. Its episodes are coroutines in rank 0; `pool_factory` makes workers of rewards."""
+        episode = functools.partial(load_callable(self.episode), **self.settings)
+        make = functools.partial(AsyncEnvironment, self.tasks(), episode, name=self.episode)
+        return self.build_turns(make, pool_factory)
 
 
 class OpenEnvSettings(TurnSettings):
@@ -285,7 +291,8 @@ class OpenEnvSettings(TurnSettings):
         """Returns the environment. Its episodes wait for the server in a thread of rank 0."""
         server = OpenEnvServer(self.address, self.action, self.observation, self.timeout)
         tasks = OpenEnvTasks(server, first=seed * self.size, size=self.size, chat=self.chat, system=self.system)
-        return AsyncEnvironment(tasks, server.episode, name=f"the server at {self.address}", **self.turn_options)
+        make = functools.partial(AsyncEnvironment, tasks, server.episode, name=f"the server at {self.address}")
+        return self.build_turns(make, pool_factory)
 
 
 ENVIRONMENTS: dict[str, type] = {

@@ -121,8 +121,9 @@ class JudgeSettings(WeightSettings):
     model: str
     """Name of the model at the server."""
     template: str
-    """The question. {prompt}, {completion} without its thoughts, {raw_completion} with thoughts and special tokens, and
-    the columns of the row are filled in; other braces are written twice."""
+    """The question. {prompt}, {completion} without its thoughts, {raw_completion} with thoughts and special tokens,
+    {transcript}, all turns and observations after the prompt, and the columns of the row are filled in; other braces
+    are written twice."""
     system: str | None = None
     """System message before the question."""
     pattern: str = SCORE

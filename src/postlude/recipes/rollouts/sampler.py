@@ -38,6 +38,7 @@ from postlude.rollout.conversations import (
     combine_seeds,
 )
 from postlude.rollout.environments import Environment
+from postlude.rollout.reward_call import NOT_TRAINING, TrainerState
 from postlude.rollout.tasks import Task
 from postlude.world.mesh import Mesh
 
@@ -60,7 +61,7 @@ class RolloutSampler:
     """Samples and scores trajectories. Only rank 0 sends requests; `sample_and_scatter` gives every rank its sequences.
 
     `offloaded_engine` is the training engine if it is moved to host memory while rollouts are sampled
-    (`rollout.share_gpu`), else None.
+    (`rollout.share_gpu`), else None. `trainer_state` says how far the run is, for reward functions.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class RolloutSampler:
         background: bool = False,
         signals: StopSignals | None = None,
         offloaded_engine: Engine | None = None,
+        trainer_state: Callable[[], TrainerState] = TrainerState,
     ) -> None:
         self.rollout_engine, self.settings = rollout_engine, settings
         self.environments = environment if isinstance(environment, Mapping) else {"": environment}
@@ -83,6 +85,7 @@ class RolloutSampler:
         self.stop_tokens = tuple(dict.fromkeys([*settings.stop_ids(tokenizer), *turn_ends(tokenizer)]))
         self.limit, self.seed, self.timer = limit, seed, timer
         self.background, self.signals, self.offloaded_engine = background, signals, offloaded_engine
+        self._read_trainer_state, self._trainer_state = trainer_state, NOT_TRAINING
         self._reported_lost_workers = 0
         self.tokenizer = tokenizer
         self.sources = {
@@ -110,6 +113,7 @@ class RolloutSampler:
         """Syncs weights to the rollout engine, calls `work` on rank 0 and returns its result on every rank."""
         with self.timer("weight_sync"):
             self.rollout_engine.sync_weights()
+        self._trainer_state = self._read_trainer_state()
         with offloading(self.offloaded_engine, self.timer):
             return self.rollout_engine.controller.on_rank0(work)
 
@@ -160,7 +164,7 @@ class RolloutSampler:
         params = replace(
             sampling.params, stop_tokens=self.stop_tokens, seed=combine_seeds(self.seed, step, seed_stream, number)
         )
-        return TrajectoryGroup.of(task, number, prompt, params, samples, source)
+        return TrajectoryGroup.of(task, number, prompt, params, samples, source, self._trainer_state)
 
     def start(self, group: TrajectoryGroup) -> None:
         """Starts all trajectories of a group."""
@@ -196,10 +200,14 @@ def open_rollout_sampler(
     rollout: Rollout,
     sampling: SamplingSettings,
     *,
+    epochs: Callable[[], float],
     record_routing: bool = False,
     background: bool = False,
 ) -> RolloutSampler:
-    """Opens a rollout engine that gets the trainer's weights, and returns its sampler. The trainer closes both."""
+    """Opens a rollout engine that gets the trainer's weights, and returns its sampler. The trainer closes both.
+
+    `epochs` returns how many epochs of the tasks were started.
+    """
     config, offloaded_engine = trainer.config, trainer.engine if rollout.share_gpu else None
     with offloading(offloaded_engine, trainer.timer):  # a server measures the free memory when it starts
         rollout_engine = trainer.close_at_end(
@@ -227,6 +235,7 @@ def open_rollout_sampler(
             signals=trainer.signals,
             background=background,
             offloaded_engine=offloaded_engine,
+            trainer_state=lambda: TrainerState(trainer.step, epochs(), trainer.total_steps),
         )
     )
 

@@ -17,9 +17,9 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from postlude.data.chat import Encoder
-from postlude.data.chat_template import OPENED, ChatTemplate
+from postlude.data.chat_template import ChatTemplate
 from postlude.data.chat_tokenizer import ChatTokenizer
-from postlude.data.thoughts import answer_text
+from postlude.data.thoughts import ThoughtMarkers
 from postlude.data.token_bytes import TokenBytes
 from postlude.data.tool_calls import (
     MalformedCall,
@@ -81,12 +81,13 @@ class _Tools:
     types: ParameterTypes
     parallel: bool
     """Whether a completion may have several calls."""
+    thoughts: ThoughtMarkers
     in_thought: bool
     """Whether the prompt ended inside a thought."""
 
     def read(self, text: str) -> tuple[str | None, list[dict[str, Any]]]:
         """Returns the text of a completion before its calls, and these; no calls if one of them cannot be read."""
-        answer = answer_text(text, in_thought=self.in_thought)
+        answer = self.thoughts.answer(text, in_thought=self.in_thought)
         calls = self.format.parse(answer, self.types)
         if any(isinstance(call, MalformedCall) for call in calls):
             return None, []
@@ -182,16 +183,20 @@ class OpenAIRoutes:
             tools = None
             if declared:
                 end = self._tokenizer.decode(tokens[-PROMPT_END:], skip_special_tokens=False) if self._tokenizer else ""
-                in_thought = OPENED.search(end) is not None
-                parallel = body.parallel_tool_calls is not False
-                tools = _Tools(self._tool_format, parameter_types(declared), parallel, in_thought)
+                thoughts, parallel = self._template.thoughts, body.parallel_tool_calls is not False
+                in_thought = thoughts.opened(end) is not None
+                tools = _Tools(self._tool_format, parameter_types(declared), parallel, thoughts, in_thought)
         call = self._call([generation], body, chat=True, logprobs=bool(body.logprobs), tools=tools)
         return await self._reply(call, request)
 
     @cached_property
     def _tool_format(self) -> ToolCallFormat:
+        return detect_format(self._template)
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
         assert self._tokenizer is not None
-        return detect_format(ChatTemplate(self._tokenizer, {}))
+        return ChatTemplate(self._tokenizer, {})
 
     @cached_property
     def _token_bytes(self) -> TokenBytes:
