@@ -153,9 +153,9 @@ def test_empty_tensors_give_no_warning(monkeypatch: pytest.MonkeyPatch, caplog: 
     pytest.importorskip("triton")
     monkeypatch.setattr(backend, "gpu_of", lambda device: backend.GPUS["H200"])
     with caplog.at_level(logging.INFO, logger=backend.log.name):
-        assert not backend.use_kernel("rms_norm", "auto", GPU, torch.bfloat16, refused=backend.EMPTY)
+        assert not backend.use_kernel("rms_norm", "auto", GPU, torch.bfloat16, unsupported_reason=backend.EMPTY)
         assert not caplog.records
-        assert not backend.use_kernel("rms_norm", "auto", GPU, torch.bfloat16, refused="it is too wide")
+        assert not backend.use_kernel("rms_norm", "auto", GPU, torch.bfloat16, unsupported_reason="it is too wide")
     assert len(caplog.records) == 1
 
 

@@ -196,17 +196,17 @@ def test_auto_uses_fla_instead_of_torch_and_logs_once(
     assert not fla.auto_selects("one", "these were not checked", torch.zeros(1), width=8)
 
 
-@pytest.mark.parametrize(("unwise", "uses_fla"), [("these were not checked", True), (None, False)])
+@pytest.mark.parametrize(("slower_reason", "uses_fla"), [("these were not checked", True), (None, False)])
 def test_auto_considers_fla_only_where_own_kernels_are_unmeasured(
-    monkeypatch: pytest.MonkeyPatch, fake_fla: None, unwise: str | None, uses_fla: bool
+    monkeypatch: pytest.MonkeyPatch, fake_fla: None, slower_reason: str | None, uses_fla: bool
 ) -> None:
     widths: list[str] = []
-    monkeypatch.setattr("postlude.ops.gated_delta._why_slower", lambda *_: unwise)
+    monkeypatch.setattr("postlude.ops.gated_delta._why_slower", lambda *_: slower_reason)
     monkeypatch.setattr(fla, "auto_selects", lambda name, own_width, *tensors, width: widths.append(own_width) is None)
     monkeypatch.setattr(fla, "gated_delta", lambda *_: ("fla", None))
     operands, packing = test_gated_delta.inputs(5, 2, 1, 4, 4, seed=0), Packing.from_lengths([5])
     assert (gated_delta(*operands, packing)[0] == "fla") is uses_fla
-    assert widths == [unwise] * uses_fla
+    assert widths == [slower_reason] * uses_fla
     assert isinstance(gated_delta(*operands, packing, backend="torch")[0], Tensor)
 
 

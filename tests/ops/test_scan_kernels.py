@@ -11,7 +11,7 @@ from torch import Tensor
 
 from postlude.ops.convolution import convolve
 from postlude.ops.packing import Packing
-from postlude.ops.ssd import _refused, ssd
+from postlude.ops.ssd import _unsupported_reason, ssd
 from tests.ops.kernel_checks import interpret_checks, run_checks
 
 CHECKS = "scan_checks.py"
@@ -36,10 +36,10 @@ def test_auto_uses_torch_without_a_gpu(dtype: torch.dtype) -> None:
 def test_sizes_beyond_shared_memory_use_torch() -> None:
     """With `backend="triton"` they are refused."""
     x, B = torch.zeros(3, 2, 64), torch.zeros(3, 1, 128)
-    assert _refused(x, B, B, last_states=False) == (None, 110_000)
-    assert _refused(x, B, B, last_states=True)[0] == "its kernels give no last states"
-    assert "these are 129 and 128" in _refused(torch.zeros(3, 2, 129), B, B, last_states=False)[0]
-    assert "of one dtype" in _refused(x, B, B.half(), last_states=False)[0]
+    assert _unsupported_reason(x, B, B, last_states=False) == (None, 110_000)
+    assert _unsupported_reason(x, B, B, last_states=True)[0] == "its kernels give no last states"
+    assert "these are 129 and 128" in _unsupported_reason(torch.zeros(3, 2, 129), B, B, last_states=False)[0]
+    assert "of one dtype" in _unsupported_reason(x, B, B.half(), last_states=False)[0]
 
 
 @pytest.mark.gpu

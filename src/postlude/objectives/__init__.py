@@ -10,6 +10,7 @@ from postlude.objectives.distill import Distill
 from postlude.objectives.kl import ReferenceKL, RewardKL
 from postlude.objectives.kto import KTO
 from postlude.objectives.loss import Loss, Metric, Objective, largest, mean, smallest, total
+from postlude.objectives.loss_weights import weights
 from postlude.objectives.mtp import MTP, MTPProcessor, load_mtp_processor
 from postlude.objectives.orpo import ORPO
 from postlude.objectives.policy import PolicyGradient
@@ -17,7 +18,6 @@ from postlude.objectives.preference import Preference
 from postlude.objectives.reward_model import BradleyTerry
 from postlude.objectives.sft import SFT
 from postlude.objectives.value import ValueLoss
-from postlude.objectives.weights import weights
 
 __all__ = [
     "KTO",

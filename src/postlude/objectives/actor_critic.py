@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from postlude.checks import Bounds, Positive
 from postlude.objectives.loss import Loss, Objective
+from postlude.objectives.loss_weights import Denominators
 from postlude.objectives.value import ValueLoss
-from postlude.objectives.weights import Denominators
 
 if TYPE_CHECKING:
     from postlude.model import OutputInputs

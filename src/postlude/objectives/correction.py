@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from postlude.checks import check_choice
 from postlude.objectives.kl import clamp_log_ratio
-from postlude.objectives.weights import broadcast_to_tokens, sequence_mean
+from postlude.objectives.loss_weights import broadcast_to_tokens, sequence_mean
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from postlude.checks import Bounds, NonNegative, Positive, check_bounds, check_choice
 from postlude.objectives.loss import Loss, mean
-from postlude.objectives.weights import MeanOverTokens, check_per_token, weighted_targets
+from postlude.objectives.loss_weights import MeanOverTokens, check_per_token, weighted_targets
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from postlude.checks import NonNegative, Positive, check_bounds
 from postlude.objectives.loss import Loss, mean
+from postlude.objectives.loss_weights import MeanOverSequences, check_per_token, masked_logprobs, sequence_value
 from postlude.objectives.preference import REFERENCE
-from postlude.objectives.weights import MeanOverSequences, check_per_token, masked_logprobs, sequence_value
 
 if TYPE_CHECKING:
     from postlude.model import OutputInputs

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from postlude.checks import Bounds
 from postlude.objectives.loss import Loss, Objective, mean
-from postlude.objectives.weights import Denominators, check_per_token, weighted_nll, weighted_targets
+from postlude.objectives.loss_weights import Denominators, check_per_token, weighted_nll, weighted_targets
 from postlude.user_code import load_callable
 
 if TYPE_CHECKING:

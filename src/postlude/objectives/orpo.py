@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from postlude.checks import NonNegative, Positive, check_bounds
 from postlude.objectives.loss import Loss
+from postlude.objectives.loss_weights import MeanOverSequences, check_per_token, masked_logprobs, sequence_mean
 from postlude.objectives.preference import check_pairs, pair_loss, pairs, rewards_of
-from postlude.objectives.weights import MeanOverSequences, check_per_token, masked_logprobs, sequence_mean
 
 if TYPE_CHECKING:
     from torch import Tensor

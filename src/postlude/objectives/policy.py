@@ -21,14 +21,14 @@ from postlude.checks import Bounds, NonNegative, Positive, check_bounds, check_c
 from postlude.objectives.correction import CorrectionWeights, RolloutCorrection
 from postlude.objectives.kl import ReferenceKL, clamp_log_ratio, estimate_kl
 from postlude.objectives.loss import Loss, Metric, mean
-from postlude.objectives.mismatch import mismatch_metrics, ratio_metrics
-from postlude.objectives.weights import (
+from postlude.objectives.loss_weights import (
     Denominators,
     broadcast_to_tokens,
     check_per_token,
     sequence_mean,
     weighted_targets,
 )
+from postlude.objectives.mismatch import mismatch_metrics, ratio_metrics
 
 if TYPE_CHECKING:
     from torch import Tensor

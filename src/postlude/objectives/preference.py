@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from postlude.checks import NonNegative, Positive, check_bounds, check_choice
 from postlude.objectives.loss import Loss, mean
-from postlude.objectives.weights import (
+from postlude.objectives.loss_weights import (
     MeanOverSequences,
     check_per_token,
     masked_logprobs,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from postlude.checks import NonNegative, check_bounds
 from postlude.objectives.loss import Loss
+from postlude.objectives.loss_weights import MeanOverSequences
 from postlude.objectives.preference import check_pairs, pair_loss, pair_margins, pairs
-from postlude.objectives.weights import MeanOverSequences
 
 if TYPE_CHECKING:
     from torch import Tensor

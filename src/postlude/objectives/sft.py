@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from postlude.checks import NonNegative, check_bounds
 from postlude.objectives.loss import Loss, mean
-from postlude.objectives.weights import MeanOverTokens, check_per_token, weighted_nll, weighted_targets
+from postlude.objectives.loss_weights import MeanOverTokens, check_per_token, weighted_nll, weighted_targets
 
 if TYPE_CHECKING:
     from postlude.model import OutputInputs

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from postlude.checks import NonNegative, check_bounds
 from postlude.objectives.loss import Loss
-from postlude.objectives.weights import Denominators, broadcast_to_tokens, sequence_mean
+from postlude.objectives.loss_weights import Denominators, broadcast_to_tokens, sequence_mean
 
 if TYPE_CHECKING:
     from torch import Tensor

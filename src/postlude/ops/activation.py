@@ -72,14 +72,14 @@ def gated_linear(
 def _use_kernel(gate: Tensor | None, up: Tensor, activation: GateActivation, backend: Backend) -> bool:
     if not up.is_cuda and backend == "auto":
         return False
-    refused = None
+    unsupported_reason = None
     if up.numel() == 0:
-        refused = EMPTY
+        unsupported_reason = EMPTY
     elif gate is not None and (gate.dtype != up.dtype or gate.shape != up.shape):
-        refused = "gate and up differ in shape or dtype"
+        unsupported_reason = "gate and up differ in shape or dtype"
     elif activation not in get_args(GateActivation):
-        refused = f"it has no {activation}"
-    return use_kernel("gated_activation", backend, up.device, up.dtype, refused=refused)
+        unsupported_reason = f"it has no {activation}"
+    return use_kernel("gated_activation", backend, up.device, up.dtype, unsupported_reason=unsupported_reason)
 
 
 def _forward(gate: Tensor | None, up: Tensor, activation: GateActivation) -> Tensor:

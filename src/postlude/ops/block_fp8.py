@@ -175,13 +175,13 @@ def fp8_linears(
 
 
 def _use_kernel(rows: Tensor, weight: FP8Weight, backend: Backend) -> bool:
-    refused, (features, width) = None, weight.values.shape
+    unsupported_reason, (features, width) = None, weight.values.shape
     if not len(rows):
-        refused = EMPTY
+        unsupported_reason = EMPTY
     elif weight.restored is not None and backend == "auto" and not rows.is_cuda:
         return False
     elif features % BLOCK or width % BLOCK:
-        refused = f"a weight of {[features, width]} does not divide into blocks of {BLOCK}"
+        unsupported_reason = f"a weight of {[features, width]} does not divide into blocks of {BLOCK}"
     elif rows.stride(-1) != 1 or not weight.values.is_contiguous():
-        refused = "rows or weights are not dense"
-    return use_kernel("block_fp8", backend, rows.device, rows.dtype, refused=refused)
+        unsupported_reason = "rows or weights are not dense"
+    return use_kernel("block_fp8", backend, rows.device, rows.dtype, unsupported_reason=unsupported_reason)

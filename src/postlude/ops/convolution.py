@@ -30,12 +30,12 @@ def convolve(
     the first. With `silu` that activation follows. Sums are fp32, or float64 where the inputs are.
     """
     _check(inputs.shape[-1], kernel)
-    refused = None
+    unsupported_reason = None
     if kernel.shape[1] > WIDEST:
-        refused = f"its kernels have {WIDEST} taps at most, and this has {kernel.shape[1]}"
+        unsupported_reason = f"its kernels have {WIDEST} taps at most, and this has {kernel.shape[1]}"
     elif inputs.numel() == 0:
-        refused = EMPTY
-    if use_kernel("convolve", backend, inputs.device, inputs.dtype, refused=refused):
+        unsupported_reason = EMPTY
+    if use_kernel("convolve", backend, inputs.device, inputs.dtype, unsupported_reason=unsupported_reason):
         convolved: Tensor = _TritonConvolution.apply(inputs, kernel, bias, packing.positions().int(), silu)
         return convolved
     output: Tensor = _Convolution.apply(

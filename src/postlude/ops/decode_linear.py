@@ -131,16 +131,16 @@ def _use_kernel(rows: Tensor, weight: Tensor, low_rank: LowRank | None, backend:
     has_few_rows = rows.is_cuda and len(rows) <= MAX_ROWS and rows.dtype == torch.bfloat16
     if backend == "auto" and (not has_few_rows or is_batch_invariant()):
         return False
-    refused = None
+    unsupported_reason = None
     if not 0 < len(rows) <= MAX_ROWS:
-        refused = f"its tiles have room for {MAX_ROWS} rows, and these are {len(rows)}"
+        unsupported_reason = f"its tiles have room for {MAX_ROWS} rows, and these are {len(rows)}"
     elif weight.dtype != rows.dtype or not weight.is_contiguous() or rows.stride(-1) != 1:
-        refused = "rows and weights are not dense and of one dtype"
+        unsupported_reason = "rows and weights are not dense and of one dtype"
     elif weight.shape[0] % SIZE_MULTIPLE or weight.shape[1] % SIZE_MULTIPLE:
-        refused = f"a weight of {list(weight.shape)} does not divide into tiles of {SIZE_MULTIPLE}"
+        unsupported_reason = f"a weight of {list(weight.shape)} does not divide into tiles of {SIZE_MULTIPLE}"
     elif low_rank is not None:
-        refused = low_rank.refused(rows, MAX_RANK)
-    return use_kernel("decode_linear", backend, rows.device, rows.dtype, refused=refused)
+        unsupported_reason = low_rank.unsupported_reason(rows, MAX_RANK)
+    return use_kernel("decode_linear", backend, rows.device, rows.dtype, unsupported_reason=unsupported_reason)
 
 
 def add_low_rank(
@@ -204,9 +204,9 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 def _use_low_rank_kernel(rows: Tensor, low_rank: LowRank, backend: Backend) -> bool:
     if backend == "auto" and not rows.is_cuda:
         return False
-    refused = low_rank.refused(rows)
+    unsupported_reason = low_rank.unsupported_reason(rows)
     if not len(rows):
-        refused = EMPTY
+        unsupported_reason = EMPTY
     elif rows.stride(-1) != 1 or rows.shape[1] % SIZE_MULTIPLE:
-        refused = f"rows are not dense, or their features no multiple of {SIZE_MULTIPLE}"
-    return use_kernel("decode_linear", backend, rows.device, rows.dtype, refused=refused)
+        unsupported_reason = f"rows are not dense, or their features no multiple of {SIZE_MULTIPLE}"
+    return use_kernel("decode_linear", backend, rows.device, rows.dtype, unsupported_reason=unsupported_reason)

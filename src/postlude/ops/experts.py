@@ -183,8 +183,8 @@ class _Rows(Function):
 def _use_kernel(name: str, rows: Tensor, backend: Backend) -> bool:
     if not rows.is_cuda and backend == "auto":
         return False
-    refused = f"its kernels take rows of {WIDEST} features" if rows.shape[1] > WIDEST else None
-    return use_kernel(name, backend, rows.device, rows.dtype, refused=refused)
+    unsupported_reason = f"its kernels take rows of {WIDEST} features" if rows.shape[1] > WIDEST else None
+    return use_kernel(name, backend, rows.device, rows.dtype, unsupported_reason=unsupported_reason)
 
 
 def _as_tensor(applied: Any) -> Tensor:
@@ -310,8 +310,8 @@ def add_grouped_products(
     """
     fits = total.dtype == torch.float32 and total.is_contiguous() and rows.is_contiguous()
     on_gpu = total.is_cuda or backend == "triton"
-    refused = None if fits else "sums and rows are not dense, or the sums not in fp32"
-    if on_gpu and use_kernel("grouped_wgrad", backend, total.device, rows.dtype, refused=refused):
+    unsupported_reason = None if fits else "sums and rows are not dense, or the sums not in fp32"
+    if on_gpu and use_kernel("grouped_wgrad", backend, total.device, rows.dtype, unsupported_reason=unsupported_reason):
         from postlude.ops.kernels.grouped_wgrad import add_products  # needs triton
 
         add_products(total, gradient, rows, ends, is_empty=is_empty)

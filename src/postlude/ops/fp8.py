@@ -231,5 +231,5 @@ def _use_kernel(parts: Sequence[Tensor], backend: Backend) -> bool:
     first = parts[0]
     if not first.is_cuda and backend == "auto":
         return False
-    refused = EMPTY if any(part.numel() == 0 for part in parts) else None
-    return use_kernel("fp8_quantize", backend, first.device, first.dtype, refused=refused)
+    unsupported_reason = EMPTY if any(part.numel() == 0 for part in parts) else None
+    return use_kernel("fp8_quantize", backend, first.device, first.dtype, unsupported_reason=unsupported_reason)

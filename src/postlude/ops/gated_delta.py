@@ -84,8 +84,8 @@ def gated_delta(
         backend,
         value.device,
         _compute_dtype(query, key, value, log_decay, beta),
-        refused=_refused(query, key, value, chunk),
-        unwise=slower,
+        unsupported_reason=_unsupported_reason(query, key, value, chunk),
+        slower_reason=slower,
     )
     output, states = _operator(
         query,
@@ -432,7 +432,7 @@ def _gradient_before_norm(gradient: Tensor, unit: Tensor, over: Tensor | None) -
     return over * (gradient - unit * (unit * gradient).sum(-1, keepdim=True))
 
 
-def _refused(query: Tensor, key: Tensor, value: Tensor, chunk: int) -> str | None:
+def _unsupported_reason(query: Tensor, key: Tensor, value: Tensor, chunk: int) -> str | None:
     """Returns why the Triton kernels cannot do this; None if they can."""
     if not query.dtype == key.dtype == value.dtype:
         dtypes = f"{query.dtype}, {key.dtype} and {value.dtype}"

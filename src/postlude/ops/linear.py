@@ -156,8 +156,8 @@ def embed(tokens: Tensor, table: Tensor, *, backend: Backend = "auto") -> Tensor
     if total is None:
         return F.embedding(tokens, table)
     dense = total.is_contiguous() and total.dtype == torch.float32
-    refused = None if dense else "the sum of its gradients is not dense in fp32"
-    if not use_kernel("embed", backend, table.device, table.dtype, refused=refused):
+    unsupported_reason = None if dense else "the sum of its gradients is not dense in fp32"
+    if not use_kernel("embed", backend, table.device, table.dtype, unsupported_reason=unsupported_reason):
         return F.embedding(tokens, table)
     embedded: Tensor = _Embedding.apply(tokens, table, total)
     return embedded

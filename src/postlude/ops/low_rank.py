@@ -28,7 +28,7 @@ class LowRank:
         """The rank of each adapter."""
         return self.b.shape[1]
 
-    def refused(self, rows: Tensor, max_rank: int = MAX_RANK) -> str | None:
+    def unsupported_reason(self, rows: Tensor, max_rank: int = MAX_RANK) -> str | None:
         """Returns why kernels cannot take it, or None."""
         if self.rank % 16 or self.rank > max_rank:
             return f"adapters of rank {self.rank} are no multiple of 16 up to {max_rank}"

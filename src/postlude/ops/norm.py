@@ -56,14 +56,14 @@ def uses_kernel(vectors: Tensor, weight: Tensor, backend: Backend = "auto") -> b
     """Whether `rms_norm` of these runs as the Triton kernel."""
     if not vectors.is_cuda and backend == "auto":
         return False
-    refused = None
+    unsupported_reason = None
     if vectors.shape[-1] > WIDEST:
-        refused = f"its kernels hold {WIDEST} features, and these are {vectors.shape[-1]}"
+        unsupported_reason = f"its kernels hold {WIDEST} features, and these are {vectors.shape[-1]}"
     elif vectors.numel() == 0:
-        refused = EMPTY
+        unsupported_reason = EMPTY
     elif torch.float64 in (vectors.dtype, weight.dtype):
-        refused = "its kernels compute in float32"
-    return use_kernel("rms_norm", backend, vectors.device, vectors.dtype, refused=refused)
+        unsupported_reason = "its kernels compute in float32"
+    return use_kernel("rms_norm", backend, vectors.device, vectors.dtype, unsupported_reason=unsupported_reason)
 
 
 def _reference(vectors: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:

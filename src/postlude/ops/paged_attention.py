@@ -63,11 +63,13 @@ def attend_pages(
             table = table.repeat_interleave(tokens_per_row, 0)
         return invariant_attention.attend_pages(query, key, value, keys, values, table, lengths, score_config)
     widest = max(query.shape[-1], value.shape[-1])
-    refused = (
+    unsupported_reason = (
         f"its tiles have room for heads of {MAX_HEAD_DIM}, and these have {widest}" if widest > MAX_HEAD_DIM else None
     )
     kernel_args = (backend, query.device, query.dtype)
-    if use_kernel("attend_pages" if exponents is None else "attend_pages_fp8", *kernel_args, refused=refused):
+    if use_kernel(
+        "attend_pages" if exponents is None else "attend_pages_fp8", *kernel_args, unsupported_reason=unsupported_reason
+    ):
         from postlude.ops.kernels.paged_attention import attend  # needs triton
 
         return attend(query, key, value, keys, values, table, lengths, score_config, counters, exponents, shared)

@@ -165,16 +165,16 @@ def rotate_heads(
 def _use_kernel(query: Tensor, key: Tensor, table: RotaryTable, norms: HeadNorms | None, backend: Backend) -> bool:
     if not query.is_cuda and backend == "auto":
         return False
-    refused = None
+    unsupported_reason = None
     if query.numel() == 0:
-        refused = EMPTY
+        unsupported_reason = EMPTY
     elif query.shape[-1] > WIDEST:
-        refused = f"its kernels take heads of {WIDEST} features, and these have {query.shape[-1]}"
+        unsupported_reason = f"its kernels take heads of {WIDEST} features, and these have {query.shape[-1]}"
     elif query.dtype != key.dtype or (norms is not None and norms.query.dtype != norms.key.dtype):
-        refused = "queries and keys are not of one dtype"
+        unsupported_reason = "queries and keys are not of one dtype"
     elif not (table[0].is_contiguous() and table[1].is_contiguous() and table[0].dtype == torch.float32):
-        refused = "its table is not dense fp32"
-    return use_kernel("rotate_heads", backend, query.device, query.dtype, refused=refused)
+        unsupported_reason = "its table is not dense fp32"
+    return use_kernel("rotate_heads", backend, query.device, query.dtype, unsupported_reason=unsupported_reason)
 
 
 class _Rotate(Function):

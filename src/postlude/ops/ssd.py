@@ -59,8 +59,8 @@ def ssd(
         backend = "torch"
     if backend == "auto" and x.dtype not in (torch.bfloat16, torch.float16):
         backend = "torch"  # the kernels' products are faster for half precision alone
-    refused, needed = _refused(x, B, C, last_states)
-    if use_kernel("ssd", backend, x.device, x.dtype, refused=refused, shared_memory=needed):
+    unsupported_reason, needed = _unsupported_reason(x, B, C, last_states)
+    if use_kernel("ssd", backend, x.device, x.dtype, unsupported_reason=unsupported_reason, shared_memory=needed):
         output: Tensor = _TritonScan.apply(x, dt, A, B, C, D, packing.sequence_index().int(), chunk)
         return output, None
     chunk = max(1, min(chunk, packing.total))
@@ -114,7 +114,7 @@ def shared_memory_for(width: int, state: int, gpu: GPU) -> int:
     return min((hopper if gpu.tma else before for before, hopper in needs), default=0)
 
 
-def _refused(x: Tensor, B: Tensor, C: Tensor, last_states: bool) -> tuple[str | None, int]:
+def _unsupported_reason(x: Tensor, B: Tensor, C: Tensor, last_states: bool) -> tuple[str | None, int]:
     """Returns why the Triton kernels cannot do this, or None, and the bytes of shared memory that they need."""
     (tokens, _, width), size = x.shape, B.shape[2]
     needed = shared_memory_for(width, size, gpu_of(x.device))

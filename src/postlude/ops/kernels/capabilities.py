@@ -34,7 +34,7 @@ KERNELS_IMPORT = ("triton.language", "triton.runtime", "triton.tools.tensor_desc
 OVERRIDE = "POSTLUDE_TRY_UNMEASURED"
 AMD = "this torch is built for AMD GPUs, on which Postlude was never run"
 EMPTY = "there is nothing to compute"
-"""Why a kernel is refused for tensors without elements. That costs nothing, so nothing warns of it."""
+"""Why a kernel is not used for tensors without elements. That costs nothing, so nothing warns of it."""
 KIB = 1024
 
 log = logging.getLogger(__name__)
@@ -194,15 +194,15 @@ def use_kernel(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    refused: str | None = None,
-    unwise: str | None = None,
+    unsupported_reason: str | None = None,
+    slower_reason: str | None = None,
     shared_memory: int = 0,
 ) -> bool:
     """Whether operation `name` takes its kernel for tensors on `device` computed in `dtype`.
 
-    `refused` is why the kernel cannot do this call. `unwise` is why "auto" prefers torch although it could. The kernel
-    needs `shared_memory` bytes for a block, and cannot run on a GPU with less. Where a GPU goes without its kernel,
-    "auto" warns once for each reason, with the cost.
+    `unsupported_reason` is why the kernel cannot do this call, `slower_reason` why "auto" prefers torch although it
+    could. The kernel needs `shared_memory` bytes for a block, and cannot run on a GPU with less. Where a GPU goes
+    without its kernel, "auto" warns once for each reason, with the cost.
     """
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f'backend is "auto", "torch" or "triton", but {backend!r} was given.')
@@ -210,22 +210,21 @@ def use_kernel(
         return False
     # Triton's interpreter runs kernels on any device, slowly: for tests that ask for it, never by itself.
     interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
-    impossible = why_no_triton(device, dtype, interpreted)
-    if not (impossible or refused):
-        refused = _unfit(name, gpu_of(device), shared_memory)
+    unavailable_reason = why_no_triton(device, dtype, interpreted)
+    if not (unavailable_reason or unsupported_reason):
+        unsupported_reason = _unfit(name, gpu_of(device), shared_memory)
     if backend == "triton":
-        if impossible or refused:
-            raise RuntimeError(
-                f'backend="triton" cannot run: {impossible or refused}. Use backend="auto" or backend="torch".'
-            )
+        if unavailable_reason or unsupported_reason:
+            reason = unavailable_reason or unsupported_reason
+            raise RuntimeError(f'backend="triton" cannot run: {reason}. Use backend="auto" or backend="torch".')
         return True
-    if impossible and device.type == "cuda" and dtype != torch.float64:
-        _warn_once(impossible)  # of the machine, whatever the operation
+    if unavailable_reason and device.type == "cuda" and dtype != torch.float64:
+        _warn_once(unavailable_reason)  # of the machine, whatever the operation
         return False
-    if impossible:
-        _log_once(logging.INFO, name, impossible)
+    if unavailable_reason:
+        _log_once(logging.INFO, name, unavailable_reason)
         return False
-    missing = refused or why_unmeasured(name, gpu_of(device)) or unwise
+    missing = unsupported_reason or why_unmeasured(name, gpu_of(device)) or slower_reason
     if missing and missing != EMPTY:
         warn_of_fallback(name, missing)
     return missing is None
