@@ -28,11 +28,11 @@ from postlude import AdamW, Batch, Engine, ranks
 from postlude.data.bins import plan_bins
 from postlude.hf.lora_targets import adapter_configs
 from postlude.hf.read_model import read_model
-from postlude.layout import Layout
 from postlude.lora import LoRA
 from postlude.objectives import SFT
 from postlude.plan.memory import estimate_memory
 from postlude.plan.parameter_count import count_parameters
+from postlude.training_options import TrainingOptions
 
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FULL = {"weights": "split"}
@@ -85,16 +85,16 @@ def planned_bytes(inputs: CaseInputs, lora: LoRA | None, optimizer: AdamW, **opt
     """Returns the planner's estimate for one rank whose largest microbatch is that of the sample."""
     family, config = read_model(inputs.config)
     adapters = {} if lora is None else adapter_configs(lora, config, family)
-    weights, bins = options.get("weights", "fp32"), plan_bins(inputs.sample.lengths, inputs.budget)
+    bins = plan_bins(inputs.sample.lengths, inputs.budget)
     (estimate,) = estimate_memory(
         config,
-        Layout(),
-        budget=max(sum(inputs.sample.lengths[member] for member in members) for members in bins),
+        TrainingOptions(
+            budget=max(sum(inputs.sample.lengths[member] for member in members) for members in bins),
+            optimizer=optimizer,
+            **options,
+        ),
         compute_bytes=inputs.dtype.itemsize,
-        moments=optimizer.fp32_per_parameter(weights),
-        recompute=options.get("recompute", "none"),
         device=inputs.device,
-        weights=weights,
         sizes=count_parameters(config, adapters=adapters),
     )
     return estimate.total

@@ -208,7 +208,7 @@ def measure(device: str, options: argparse.Namespace) -> dict[str, Any]:
         engine.forward_backward(batch, SFT())
         if on_gpu:
             torch.cuda.synchronize()
-            peaks[engine.overlap] = (torch.cuda.max_memory_allocated() - allocated) / 2**30
+            peaks[engine.options.overlap] = (torch.cuda.max_memory_allocated() - allocated) / 2**30
         seconds = time.perf_counter() - began
         engine.zero_grad()
         return seconds

@@ -157,7 +157,7 @@ class CaseRunner:
 
     def shard_batch(self) -> Any:
         engine = self.engine
-        return shard_batch(self.batch, engine.mesh, engine.config, budget=engine.budget, device=self.device)
+        return shard_batch(self.batch, engine.mesh, engine.config, budget=engine.options.budget, device=self.device)
 
     def clock(self) -> float:
         if self.device.type == "cuda":
@@ -183,9 +183,9 @@ class CaseRunner:
         engine = self.engine
         scale = LossNormalizer(self.local_batch.microbatches, self.local_batch.counts, cp_size=engine.mesh.cp.size)
         tally = MetricAccumulator(scale, MetricIndex())
-        for index, stage in engine.stages.items():
+        for index, stage in engine.stage_models.items():
             stage.train()
-            engine.local_stages.sharding[index].begin_pass(train=True)
+            engine.stages.sharding[index].begin_pass(train=True)
             microbatch = self.local_batch.microbatches[0]
             for turn, last in enumerate((False, False, True)):
                 shape = (len(microbatch) // self.layout.tp, engine.config.hidden_size)
@@ -200,13 +200,13 @@ class CaseRunner:
                     seconds, output = self.timed(lambda s=stage, m=microbatch, e=entered, h=options: s(m, e, **h))
                     self.times["F", index, turn == 0].append(seconds)
                     if last:
-                        engine.local_stages.sharding[index].before_last_backward()
+                        engine.stages.sharding[index].before_last_backward()
                     gradient = None if output.ndim == 0 else torch.randn_like(output)
                     dist.barrier()
                     seconds, _ = self.timed(lambda s=stage, out=output, g=gradient: self.backward(s, out, g))
                     self.times["B", index, last].append(seconds)
-            engine.local_stages.sharding[index].finish_grads()
-            engine.local_stages.sharding[index].end_pass()
+            engine.stages.sharding[index].finish_grads()
+            engine.stages.sharding[index].end_pass()
         dist.barrier()
         self.rest["optimizer"].append(self.timed(engine.optimizer_step)[0])
         dist.barrier()
@@ -218,7 +218,7 @@ class CaseRunner:
         """With what comes after it: with overlap, gradients are summed when a layer has all of them."""
         output.backward(gradient)
         for module in (*reversed(stage.logical_layers), stage):
-            self.engine.local_stages.sharding[stage.stage.index].grads_ready(module)
+            self.engine.stages.sharding[stage.stage.index].grads_ready(module)
 
     def transfer(self) -> float:
         """Half of a way there and back, of what stages hand on."""
@@ -305,8 +305,8 @@ def check(case: Case, rounds: int) -> dict[str, Any]:
         transfer_seconds=others["transfer"], after=others["optimizer"] + others["deal"],
     )  # fmt: skip
     memory = estimate_memory(
-        bench.engine.config, layout, budget=case.tokens, compute_bytes=bench.engine.compute_dtype.itemsize, moments=2,
-        recompute=case.recompute, device=case.device, microbatches=case.microbatches, overlap=case.overlap,
+        bench.engine.config, bench.engine.options, compute_bytes=bench.engine.compute_dtype.itemsize,
+        device=case.device, microbatches=case.microbatches,
     )  # fmt: skip
     forecast_peak = max(rank_medians.total for rank_medians in memory)
     return {

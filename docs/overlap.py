@@ -26,7 +26,7 @@ MODEL = ModelConfig(
     hidden_size=256,
     vocab_size=256,
 )
-PLAIN = Traced(MODEL, Layout.parse("dp_shard=2,ep=2"), overlap=False, microbatches=5, tokens=256)
+PLAIN = Traced(MODEL, layout=Layout.parse("dp_shard=2,ep=2"), microbatches=5, budget=256)
 
 
 if __name__ == "__main__":

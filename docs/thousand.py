@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from postlude.hf.read_model import read_model
-from postlude.layout import Layout
 from postlude.plan.cost import CostModel
 from postlude.plan.forecast import StepForecast
 from postlude.plan.hardware import HARDWARE, Hardware
 from postlude.plan.parameter_count import total_parameters
 from postlude.plan.search import search
+from postlude.training_options import TrainingOptions
 
 GPUS = 1024
 SPLITS = (256, 384, 512, 640, 768, 896)  # GPUs that train, of which the best is taken
@@ -65,12 +65,10 @@ class Shape:
         model = read_model(self.config)[1]
         return CostModel(
             config=model,
-            layout=Layout(),
+            options=TrainingOptions(budget=4 * (PROMPT + ANSWER), recompute="selective"),
             hardware=self.hardware,
-            budget=4 * (PROMPT + ANSWER),
             length=PROMPT + ANSWER,
             microbatches=1,
-            recompute="selective",
         )
 
     @property

@@ -25,6 +25,7 @@ PACKAGES = (
     "lora",
     "router_losses",
     "option_types",
+    "training_options",
     "durable_files",
     "pool",
     "world",

@@ -22,7 +22,7 @@ def learned(group: Any, layout: Layout) -> tuple[list[list[int]], list[float], f
     controller: Rank0Controller[Any, Any] = Rank0Controller(lambda _: None)
     masks = [[1] * len(row) for row in ROWS]
     full_batch = Batch(ROWS, {"loss_mask": masks, "place": [float(place) for place in range(len(ROWS))]})
-    batch = scatter_batch(full_batch if controller.is_rank0 else None, engine.mesh, controller, engine.budget)
+    batch = scatter_batch(full_batch if controller.is_rank0 else None, engine.mesh, controller, engine.options.budget)
     actual = [float(logprobs.sum()) for logprobs in engine.logprobs(batch).logprob]
     result = engine.forward_backward(batch, SFT(over="loss_mask"))
     return [list(row) for row in batch.sequences], list(batch.columns["place"]), result.loss, actual

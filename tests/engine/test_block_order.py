@@ -35,7 +35,7 @@ CONFIG = small_config(
 )
 @pytest.mark.slow
 def test_a_layout_equals_one_rank(ranks: Any, layout: str, options: dict[str, Any]) -> None:
-    report = ranks(2, verify, Case(CONFIG, Layout.parse(layout), "sft", **options))[0]
+    report = ranks(2, verify, Case(CONFIG, layout=Layout.parse(layout), objective="sft", **options))[0]
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
     assert {f"layers.2.{name}.up_proj.weight" for name in ("mlp", "mlp_2")} < report.gradients.keys()
 

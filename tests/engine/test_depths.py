@@ -29,7 +29,7 @@ def bitwise_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 def run_in_layout(group: Any, directory: Path, layout: str) -> tuple[Report | None, dict[str, Tensor]]:
     engine = build(layout, directory, mtp=True)
     streamed = {name: tensor.clone() for name, tensor in engine.stream_weights(dtype=torch.float32)}
-    case = Case(directory, Layout.parse(layout), "sft")
+    case = Case(directory, layout=Layout.parse(layout), objective="sft")
     return compare(case, mesh=mesh(case.layout)), streamed
 
 

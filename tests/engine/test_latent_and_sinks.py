@@ -56,7 +56,7 @@ WHOLE_QUERIES = replace(CONFIG, blocks={**CONFIG.blocks, "+": replace(LATENT, qu
 )
 @pytest.mark.slow
 def test_a_layout_equals_one_rank(ranks: Any, layout: str, config: ModelConfig, recompute: Any) -> None:
-    case = Case(config, Layout.parse(layout), "gspo", recompute)
+    case = Case(config, layout=Layout.parse(layout), objective="gspo", recompute=recompute)
     report = ranks(case.layout.world_size, verify, case)[0]
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
 

@@ -39,7 +39,7 @@ def host_bytes(engine: Engine) -> int:
 def state(engine: Engine) -> dict[str, Tensor]:
     """Returns every tensor of this rank: parameters, buffers, gradients and optimizer state."""
     tensors: dict[str, Tensor] = {}
-    for index, model in engine.stages.items():
+    for index, model in engine.stage_models.items():
         tensors |= {f"{index} {name}": tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     for name, parameter in engine.parameters.items():
         tensors |= {f"{name} gradient": parameter.grad} if parameter.grad is not None else {}

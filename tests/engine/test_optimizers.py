@@ -251,14 +251,7 @@ def held_bytes(group: Any) -> list[tuple[int, int, int, int]]:
         for parameter in engine.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
         engine.optimizer_step()
-        (estimate,) = estimate_memory(
-            engine.config,
-            Layout(),
-            budget=32,
-            compute_bytes=2,
-            moments=optimizer.fp32_per_parameter(stored),
-            weights=stored,
-        )
+        (estimate,) = estimate_memory(engine.config, engine.options, compute_bytes=2)
         assert (estimate.gathered == 0) == (stored != "fp32")
         state_tensors = [tensor for state in engine.optimizer.state.values() for tensor in state.values()]
         sizes = [

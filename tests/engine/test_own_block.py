@@ -29,7 +29,7 @@ from tests.meshes import verify
 @pytest.mark.parametrize("layout", ["tp=2", "pp=2", "dp_shard=2"])
 @pytest.mark.slow
 def test_custom_block_in_a_layout_equals_one_rank(ranks: Any, layout: str) -> None:
-    case = Case(CONFIG, Layout.parse(layout), "sft", initializer_range=0.1, blocks=TABLE)
+    case = Case(CONFIG, layout=Layout.parse(layout), objective="sft", initializer_range=0.1, blocks=TABLE)
     report = ranks(2, verify, case)[0]
     assert set(report.gradients) == set(LanguageModel(CONFIG, blocks=TABLE).state_dict())
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)

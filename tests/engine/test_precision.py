@@ -131,7 +131,7 @@ def streamed(group: Any, layout: str) -> dict[str, Tensor]:
     """Returns all weights of a bf16 engine: as streamed, and in a generator's copy."""
     engine = build(layout, CONFIG, compute_dtype=torch.bfloat16)
     with torch.no_grad():
-        for stage in engine.stages.values():
+        for stage in engine.stage_models.values():
             for block in stage.blocks:
                 for buffer in block.buffers():
                     buffer.fill_(1.0 + 2.0**-20)  # as a selection bias is after a while

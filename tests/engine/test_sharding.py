@@ -44,7 +44,9 @@ def few(experts: int) -> Any:
 
 def sizes(engine: Engine) -> set[int]:
     """Returns the number of elements that this rank holds of each expert matrix."""
-    experts = [part.module for stage in engine.stages.values() for part in stage.sharded_separately() if part.experts]
+    experts = [
+        part.module for stage in engine.stage_models.values() for part in stage.sharded_separately() if part.experts
+    ]
     return {local_shard(parameter).numel() for module in experts for parameter in module.parameters()}
 
 
@@ -88,7 +90,7 @@ def test_few_experts_are_spread_evenly_streamed_and_saved(
 
 @pytest.mark.parametrize(("layout", "other", "experts"), LAYOUTS)
 def test_few_experts_train_like_one_rank(ranks: Any, layout: str, other: str, experts: int) -> None:
-    case = Case(few(experts), Layout.parse(layout), "grpo")
+    case = Case(few(experts), layout=Layout.parse(layout), objective="grpo")
     report = ranks(case.layout.world_size, verify, case)[0]
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
 
@@ -120,7 +122,9 @@ def gradients_of_two_batches(group: Any, model: str, overlap: bool) -> dict[str,
     for seed in (1, 2):
         engine.forward_backward(batch(seed, FEW), policy)
         engine.logprobs(batch(3, FEW))
-    assert not any(isinstance(module, FSDPModule) for stage in engine.stages.values() for module in stage.modules())
+    assert not any(
+        isinstance(module, FSDPModule) for stage in engine.stage_models.values() for module in stage.modules()
+    )
     for name, parameter in engine.parameters.items():
         assert parameter is stored[name][0]
         assert torch.equal(parameter, stored[name][1])

@@ -414,7 +414,7 @@ def biased(hf: PretrainedConfig) -> ModelConfig:
 def selection_biases(engine: Engine) -> dict[str, Tensor]:
     return {
         block.name: block.selection_bias.clone()
-        for stage in engine.stages.values()
+        for stage in engine.stage_models.values()
         for block in stage.modules()
         if isinstance(block, MoE)
     }
@@ -465,7 +465,7 @@ def selection_bias_by_rate(group: Any, directory: str) -> dict[str, Any]:
     actual: dict[str, Any] = {}
     for rate in (None, 0.0, 0.01):
         engine = build("", BIASED, selection_bias_rate=rate, optimizer=AdamW(lr=0.0))
-        for block in engine.stages[0].blocks:
+        for block in engine.stage_models[0].blocks:
             for buffer in block.buffers():
                 buffer.fill_(0.25)  # as loaded
         engine.zero_grad()

@@ -64,7 +64,7 @@ def waits(
 ) -> dict[str, list[str]]:
     """Returns the places where the host would wait in the forwards and backwards of each objective."""
     engine, results = build(layout, source(model), recompute=recompute), {}
-    run, input_columns = engine.local_stages.executor.run, columns(batch(0, LENGTHS))
+    run, input_columns = engine.stages.executor.run, columns(batch(0, LENGTHS))
     passes = {name: (objective, input_columns) for name, objective in OBJECTIVES.items() if name in names}
     if routers := engine.config.routers:
         replayed = [torch.arange(2).expand(length, len(routers), 2) for length in LENGTHS]
@@ -76,7 +76,7 @@ def waits(
             with watch:
                 return run(*arguments, **options)
 
-        with mock.patch.object(engine.local_stages.executor, "run", watched):
+        with mock.patch.object(engine.stages.executor, "run", watched):
             engine.forward_backward(learned, objective)
         results[name] = [site for site in watch.sites if site not in HOST]
     return results
@@ -137,7 +137,7 @@ def test_only_metrics_and_the_norm_synchronise_on_a_gpu(model: str, name: str) -
         for step_batch in (short, long):
             engine.forward_backward(step_batch, OBJECTIVES[name])
             engine.optimizer_step()
-            with mock.patch.object(engine.local_stages.executor, "run", strict(engine.local_stages.executor.run)):
+            with mock.patch.object(engine.stages.executor, "run", strict(engine.local_stages.executor.run)):
                 step = synchronizing_files(
                     lambda step_batch=step_batch: engine.forward_backward(step_batch, OBJECTIVES[name])
                 )

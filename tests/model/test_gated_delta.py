@@ -68,7 +68,7 @@ def layouts() -> list[Any]:
 @pytest.mark.parametrize(("kind", "layout"), layouts())
 @pytest.mark.slow
 def test_a_layout_equals_one_rank(ranks: Any, kind: str, layout: str) -> None:
-    case = Case(config(kind), Layout.parse(layout), ("sft", "grpo")[len(layout) % 2])
+    case = Case(config(kind), layout=Layout.parse(layout), objective=("sft", "grpo")[len(layout) % 2])
     report = ranks(case.layout.world_size, verify, case)[0]
     assert set(report.gradients) == set(LanguageModel(case.source).state_dict())
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
@@ -77,7 +77,7 @@ def test_a_layout_equals_one_rank(ranks: Any, kind: str, layout: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["selective", pytest.param("full", marks=pytest.mark.thorough)])
 def test_recompute_in_a_layout_changes_no_result(ranks: Any, recompute: Any) -> None:
-    case = Case(config("shared", "[GE]G"), Layout(dp_shard=2), "sft", recompute)
+    case = Case(config("shared", "[GE]G"), layout=Layout(dp_shard=2), objective="sft", recompute=recompute)
     report = ranks(2, verify, case)[0]
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
 

@@ -243,6 +243,8 @@ def test_every_layout_equals_one_rank(ranks: Any, layout: str, depths: int) -> N
         vocab_size=40,
         blocks={"E": MoEConfig(experts=4, top_k=2, intermediate_size=12)},
     )
-    report = ranks(parsed_layout.world_size, verify, Case(config, parsed_layout, "sft", initializer_range=0.1))[0]
+    report = ranks(
+        parsed_layout.world_size, verify, Case(config, layout=parsed_layout, objective="sft", initializer_range=0.1)
+    )[0]
     assert set(report.gradients) == set(LanguageModel(config).state_dict())
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)

@@ -59,7 +59,7 @@ def train(layout: str, options: dict[str, Any], steps: int, late: int | None) ->
     """Returns the losses of some steps. In step `late` every stage launches new kernels, for each new length."""
     assert "CUDA_MODULE_LOADING" not in os.environ
     engine = Engine(config("tiny-moe"), layout=Layout.parse(layout), optimizer=AdamW(lr=1e-3), budget=64, **options)
-    earlier = [stage for stage in engine.local_stages.executor.stages.values() if not stage.stage.last]
+    earlier = [stage for stage in engine.stages.executor.stages.values() if not stage.stage.last]
     losses = []
     for step in range(steps):
         hooks, objective, lengths = [], policy, (20, 17, 3, 25, 6, 11, 9, 14, 2, 12)

@@ -28,7 +28,7 @@ def verify(group: dist.ProcessGroup, case: Case) -> Report | None:
 def check(nccl_ranks: Ranks, source: Any, layout: str, **options: Any) -> None:
     if isinstance(source, str):
         options["initializer_range"] = 0.1
-    case = Case(source, Layout.parse(layout), **options)
+    case = Case(source, layout=Layout.parse(layout), **options)
     report = nccl_ranks(case.layout.world_size, verify, case)[0]
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
 

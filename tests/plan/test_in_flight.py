@@ -25,7 +25,7 @@ def most_in_flight(group: Any, layout: str, overlap: Overlap) -> int:
     recording = Recording(dist.get_rank(), torch.device("cpu"))
     batch = Batch([list(range(16))] * MICROBATCHES)
     engine.forward_backward(batch, SFT(), recorder=recording)
-    several = len(engine.stages) > 1
+    several = len(engine.stage_models) > 1
     passes: dict[tuple[str, int], tuple[float, float]] = {}
     for span in recording.spans():
         if span.kind in ("forward", "backward") and span.microbatch is not None:

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +21,9 @@ from postlude.model import LanguageModel, ModelConfig, Pattern
 from postlude.model.adapters import is_adapter
 from postlude.model.schedule_plan import interleave
 from postlude.options import Recompute, WeightStorage
-from postlude.plan.memory import estimate_memory
+from postlude.plan.memory import MemoryEstimate, estimate_memory
 from postlude.plan.parameter_count import ParameterCount, count_parameters, total_parameters
+from postlude.training_options import TrainingOptions
 from tests.model.small import sequences, small_config
 
 ROOT = Path(__file__).parents[2]
@@ -65,17 +67,23 @@ def test_sharded_parameters_are_divided_and_replicated_ones_are_not() -> None:
     assert ParameterCount(8, 8).stored(Layout(dp_shard=4, ep=2)) == 2 + 4
 
 
-HOW = {"budget": 1024, "compute_bytes": 2, "moments": 2}
+BUDGET, COMPUTE_BYTES = 1024, 2
+
+
+def estimates(
+    config: ModelConfig, layout: str = "", mtp: bool = True, microbatches: int | None = None, **options: Any
+) -> list[MemoryEstimate]:
+    training = TrainingOptions(layout=Layout.parse(layout), budget=BUDGET, **options)
+    return estimate_memory(config, training, compute_bytes=COMPUTE_BYTES, mtp=mtp, microbatches=microbatches)
 
 
 @pytest.mark.parametrize("layout", ["pp=4", "pp=2,vpp=2"])
 def test_activation_memory_scales_with_microbatches_in_flight(layout: str) -> None:
     config, parsed = config_of("tiny-dense"), Layout.parse(layout)
-    single = [rank_memory.activations for rank_memory in estimate_memory(config, parsed, microbatches=1, **HOW)]
-    plain = [rank_memory.activations for rank_memory in estimate_memory(config, parsed, microbatches=9, **HOW)]
-    shared = [
-        rank_memory.activations for rank_memory in estimate_memory(config, parsed, microbatches=9, overlap=True, **HOW)
-    ]
+    single, plain, shared = (
+        [rank_memory.activations for rank_memory in estimates(config, layout, microbatches=microbatches, **options)]
+        for microbatches, options in ((1, {}), (9, {}), (9, {"overlap": True}))
+    )
     assert all(
         single_bytes <= plain_bytes <= shared_bytes
         for single_bytes, plain_bytes, shared_bytes in zip(single, plain, shared, strict=True)
@@ -93,10 +101,10 @@ def test_activation_memory_scales_with_microbatches_in_flight(layout: str) -> No
 
 
 def test_deferred_weight_gradients_are_held_until_computed() -> None:
-    config, pipeline = config_of("tiny-dense"), Layout(pp=4)
-    plain, filled = (estimate_memory(config, pipeline, overlap=overlap, **HOW) for overlap in (False, "zero_bubble"))
+    config = config_of("tiny-dense")
+    plain, filled = (estimates(config, "pp=4", overlap=overlap) for overlap in (False, "zero_bubble"))
     hidden, blocks = config.hidden_size, [config.blocks[symbol] for symbol in "*-"]
-    one_microbatch = sum(block.wgrad_activations(hidden) for block in blocks) * HOW["budget"] * HOW["compute_bytes"]
+    one_microbatch = sum(block.wgrad_activations(hidden) for block in blocks) * BUDGET * COMPUTE_BYTES
     for rank, (plain_bytes, filled_bytes) in enumerate(zip(plain, filled, strict=True)):
         layers = len(config.stage_layers(Stage(rank, 4)))
         assert filled_bytes.activations - plain_bytes.activations == pytest.approx(rank * layers * one_microbatch)
@@ -110,9 +118,7 @@ def test_deferred_weight_gradients_are_held_until_computed() -> None:
 @pytest.mark.parametrize("repeated", [False, True])
 def test_stage_with_a_repeated_depth_defers_no_wgrads(repeated: bool) -> None:
     config = replace(config_of("tiny-dense", "/[*-]/[*-]"), mtp_repeated=repeated)
-    plain, filled = (
-        estimate_memory(config, Layout(pp=2), overlap=overlap, **HOW)[1] for overlap in (False, "zero_bubble")
-    )
+    plain, filled = (estimates(config, "pp=2", overlap=overlap)[1] for overlap in (False, "zero_bubble"))
     assert (filled.activations == plain.activations) == repeated
 
 
@@ -138,9 +144,9 @@ def test_deferred_wgrad_memory_equals_what_blocks_declare(symbol: str) -> None:
 
 def test_untrained_mtp_depths_only_take_weight_memory() -> None:
     config = config_of("tiny-dense", "/[*-]")
-    (trained,) = estimate_memory(config, Layout(), mtp=True, **HOW)
-    (idle,) = estimate_memory(config, Layout(), mtp=False, **HOW)
-    (without,) = estimate_memory(config_of("tiny-dense"), Layout(), **HOW)
+    (trained,) = estimates(config)
+    (idle,) = estimates(config, mtp=False)
+    (without,) = estimates(config_of("tiny-dense"))
     depth = count_parameters(config).depth.used
     assert idle.parameters == trained.parameters == without.parameters + 4 * depth
     assert (idle.gradients, idle.optimizer, idle.activations) == (
@@ -153,8 +159,7 @@ def test_untrained_mtp_depths_only_take_weight_memory() -> None:
 def test_recompute_lowers_the_estimated_memory() -> None:
     config = config_of("tiny-moe")
     none, selective, full = (
-        estimate_memory(config, Layout(), recompute=recompute, **HOW)[0].activations
-        for recompute in ("none", "selective", "full")
+        estimates(config, recompute=recompute)[0].activations for recompute in ("none", "selective", "full")
     )
     assert full < selective < none
 
@@ -230,13 +235,14 @@ def test_memory_estimate_is_within_10_percent_of_measurement(
     weights: WeightStorage = "fp32" if rank else "split"
     (estimate,) = estimate_memory(
         config,
-        Layout(),
-        budget=LARGEST[budget],
+        TrainingOptions(
+            budget=LARGEST[budget],
+            optimizer=AdamW(lr=1e-5, moments="fp32" if rank else "8bit"),
+            recompute=recompute,
+            weights=weights,
+        ),
         compute_bytes=2,
-        moments=AdamW(lr=1e-5, moments="fp32" if rank else "8bit").fp32_per_parameter(weights),
-        recompute=recompute,
         device="cuda",
-        weights=weights,
         sizes=count_parameters(config, adapters=adapters),
     )
     assert estimate.total / 2**30 == pytest.approx(peak_gib, rel=0.1)

@@ -45,6 +45,7 @@ def test_table_in_docs_equals_the_formulas(thousand: ModuleType, column: int) ->
     shape = next(shape for shape in thousand.SHAPES if shape.name == names[column - 1])
     layout = Layout.parse(by_name["layout (planner)"].strip("`"))
     start = shape.start()
-    microbatches = math.ceil(thousand.STEP_TOKENS / (start.budget * layout.dp))
-    train = forecast(replace(start, layout=layout, microbatches=microbatches), overlap=True)
+    microbatches = math.ceil(thousand.STEP_TOKENS / (start.options.budget * layout.dp))
+    options = replace(start.options, layout=layout, overlap=True)
+    train = forecast(replace(start, options=options, microbatches=microbatches))
     assert dict(thousand.rows(thousand.balanced(shape, train, layout.world_size))) == by_name

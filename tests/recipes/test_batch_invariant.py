@@ -109,7 +109,7 @@ def test_bfloat16_differs_without_batch_invariant(tmp_path: Path, device: str) -
         (("--layout", "tp=2"), "batch_invariant needs tp=1, but tp is 2"),
         (("--rollout.kv_cache_dtype", "fp8"), "batch_invariant is not possible with rollout.kv_cache_dtype=fp8"),
         (("--head.backend", "logits"), "batch_invariant is not possible with head.backend=logits"),
-        (("--lora.rank", "4"), "batch_invariant is not possible with lora=LoRA(rank=4"),
+        (("--lora.rank", "4"), "batch_invariant is not possible with lora=True"),
     ],
 )
 def test_preflight_refuses_options_that_depend_on_the_batch(

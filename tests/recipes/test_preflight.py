@@ -22,6 +22,7 @@ from postlude.model.parallel import local_shard
 from postlude.plan.memory import estimate_memory
 from postlude.recipes.checks.preflight import Check, PreflightError, busy_cpu_warning, preflight
 from postlude.recipes.checks.second_model import check_teacher_tokens
+from postlude.training_options import TrainingOptions
 from tests.conftest import Ranks
 
 ROWS = [{"prompt": f"{number} + 1 =", "completion": f" {number + 1}", "answer": f"{number + 1}"} for number in range(6)]
@@ -94,7 +95,7 @@ def held_bytes(_: Any, model: str, layout: str) -> tuple[int, int]:
 def test_estimated_memory_equals_that_of_an_engine(ranks: Ranks, layout: str) -> None:
     parsed = Layout.parse(layout)
     config = model_from_hf(read_description("tiny-moe"))[1]
-    estimates = estimate_memory(config, parsed, budget=64, compute_bytes=4, moments=2)
+    estimates = estimate_memory(config, TrainingOptions(layout=parsed, budget=64), compute_bytes=4)
     for rank, size in ranks(2, held_bytes, "tiny-moe", layout):
         expected = estimates[rank if parsed.pp == 2 else 0].parameters
         assert size == pytest.approx(expected, rel=0.02)  # every tensor-parallel rank has all of the small vectors

@@ -38,7 +38,7 @@ def test_some_ratios_are_clipped_and_some_are_not(seed: int) -> None:
 
 def test_tolerance_follows_the_rounding_of_one_rank() -> None:
     """At most ten times the tolerance, and not for a tolerance that is given."""
-    report = Report(Case("tiny-dense", Layout()), 0.0, 0.0, 0.0, {"bias": 1.5e-5, "weight": 9e-6})
+    report = Report(Case("tiny-dense", layout=Layout()), 0.0, 0.0, 0.0, {"bias": 1.5e-5, "weight": 9e-6})
     assert not report.passes()
     assert replace(report, rounding={"bias": 1e-5}).passes()
     assert not replace(report, rounding={"bias": 7e-6, "weight": 1e-5}).passes()
@@ -48,7 +48,7 @@ def test_tolerance_follows_the_rounding_of_one_rank() -> None:
 
 def test_rounding_is_measured_where_a_layout_is_not_within_the_tolerance(ranks: Any) -> None:
     """In bf16 tp=2 and one rank differ by more than the tolerance, and by less than both from fp32."""
-    case = Case("tiny-dense", Layout(tp=2), compute_dtype=torch.bfloat16, initializer_range=0.2)
+    case = Case("tiny-dense", layout=Layout(tp=2), compute_dtype=torch.bfloat16, initializer_range=0.2)
     report = ranks(2, verify, case)[0]
     assert max(report.offs.values()) > TOLERANCES["bfloat16"]
     assert report.rounding.keys() == report.offs.keys()

@@ -22,11 +22,14 @@ def test_two_ranks_on_a_gpu_equal_one() -> None:
     In bf16 only where layouts round alike: tensor parallelism sums in another order, and differs by as much as one rank
     in bf16 differs from fp32.
     """
-    wide = [Case("tiny-moe", layout, initializer_range=0.1) for layout in (TENSOR, CONTEXT, EXPERTS, STAGES)]
+    wide = [Case("tiny-moe", layout=layout, initializer_range=0.1) for layout in (TENSOR, CONTEXT, EXPERTS, STAGES)]
     half = [
-        Case("tiny-moe", layout, compute_dtype=torch.bfloat16, initializer_range=0.1) for layout in (CONTEXT, EXPERTS)
+        Case("tiny-moe", layout=layout, compute_dtype=torch.bfloat16, initializer_range=0.1)
+        for layout in (CONTEXT, EXPERTS)
     ]
-    adapted = [Case("tiny-moe", layout, initializer_range=0.1, lora=LoRA(rank=4)) for layout in (TENSOR, EXPERTS)]
+    adapted = [
+        Case("tiny-moe", layout=layout, initializer_range=0.1, lora=LoRA(rank=4)) for layout in (TENSOR, EXPERTS)
+    ]
     reports = launch(compare_all, [*wide, *half, *adapted], "cuda", nproc=2, timeout=120.0, device="cuda")[0]
     assert len(reports) == 8
     for report in reports:

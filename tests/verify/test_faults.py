@@ -221,7 +221,7 @@ def sound_cases() -> set[str]:
 @pytest.mark.slow
 def test_fault_is_detected(ranks: Any, fault: str, sound_cases: set[str]) -> None:
     layout, model, objective, _ = FAULTS[fault]
-    case = Case(model, layout, objective, initializer_range=0.1)
+    case = Case(model, layout=layout, objective=objective, initializer_range=0.1)
     broken = ranks(layout.world_size, verify_with, case, fault)[0]
     assert not broken.passes(), f"nobody noticed that, {fault}: {broken.worst}"
     if str(case) not in sound_cases:

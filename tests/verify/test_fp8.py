@@ -38,11 +38,11 @@ def test_a_layout_equals_one_rank(
 ) -> None:
     case = Case(
         model,
-        Layout.parse(layout),
-        objective,
-        recompute,
-        overlap,
-        torch.float64,
+        layout=Layout.parse(layout),
+        objective=objective,
+        recompute=recompute,
+        overlap=overlap,
+        compute_dtype=torch.float64,
         initializer_range=0.1,
         lora=lora,
         fp8=True,

@@ -53,7 +53,9 @@ def cases() -> list[Any]:
             is_slow = is_slow or layout.world_size > 4  # as the hybrid and the adapters of test_lora.py are
             is_slow = is_slow or (model == "tiny-dense" and (layout.cp, layout.dp_shard) != (1, 1))  # as with experts
             name = f"{label(layout)}-{model}-{objective}"
-            case = Case(config(model, num_hidden_layers=max(2, layout.pp * layout.vpp)), layout, objective)
+            case = Case(
+                config(model, num_hidden_layers=max(2, layout.pp * layout.vpp)), layout=layout, objective=objective
+            )
             mark = pytest.mark.thorough if is_slow else pytest.mark.slow
             parameters.append(pytest.param(case, id=name, marks=() if quick else mark))
     return parameters
@@ -74,7 +76,7 @@ def hybrids() -> list[Any]:
         for turn, objective in enumerate(("grpo", "dpo", "sft")):
             others = layout in (Layout(dp_shard=2), Layout(pp=2, cp=2))  # their axes are in the other layouts
             mark = pytest.mark.slow if turn == place % 3 and not others else pytest.mark.thorough
-            case = Case("tiny-hybrid", layout, objective, initializer_range=0.1)
+            case = Case("tiny-hybrid", layout=layout, objective=objective, initializer_range=0.1)
             parameters.append(pytest.param(case, id=f"{label(layout)}-{objective}", marks=mark))
     return parameters
 
@@ -184,7 +186,7 @@ def odd_models() -> list[Any]:
 @pytest.mark.parametrize(("layout", "family"), odd_models())
 def test_odd_models_equal_one_rank(ranks: Any, layout: Layout, family: str) -> None:
     """Sizes that divide unevenly, fewer key heads than ranks, windows, and norms per head and over all heads."""
-    report = check(ranks, Case(VARIANTS[family], layout, "gspo"))
+    report = check(ranks, Case(VARIANTS[family], layout=layout, objective="gspo"))
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
 
 
@@ -193,7 +195,7 @@ def test_odd_models_equal_one_rank(ranks: Any, layout: Layout, family: str) -> N
     "layout", [Layout(pp=2), pytest.param(Layout(pp=2, tp=2), marks=pytest.mark.thorough)], ids=label
 )
 def test_tied_and_untied_heads(ranks: Any, layout: Layout, tied: bool) -> None:
-    report = check(ranks, Case(config("tiny-dense", num_hidden_layers=2), layout, "sft", tied=tied))
+    report = check(ranks, Case(config("tiny-dense", num_hidden_layers=2), layout=layout, objective="sft", tied=tied))
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
 
 
@@ -209,7 +211,9 @@ def test_tied_and_untied_heads(ranks: Any, layout: Layout, tied: bool) -> None:
 )
 @pytest.mark.slow
 def test_recompute_changes_no_result(ranks: Any, layout: Layout, recompute: Any) -> None:
-    report = check(ranks, Case(config("tiny-moe", num_hidden_layers=2), layout, "grpo", recompute))
+    report = check(
+        ranks, Case(config("tiny-moe", num_hidden_layers=2), layout=layout, objective="grpo", recompute=recompute)
+    )
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
 
 
@@ -226,14 +230,14 @@ def test_recompute_changes_no_result(ranks: Any, layout: Layout, recompute: Any)
 )
 @pytest.mark.slow
 def test_overlapped_layouts_equal_one_rank(ranks: Any, model: str, layout: str) -> None:
-    report = check(ranks, Case(model, Layout.parse(layout), "grpo", overlap=True, initializer_range=0.1))
+    report = check(ranks, Case(model, layout=Layout.parse(layout), overlap=True, initializer_range=0.1))
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("model", "layout"), [("tiny-moe", "pp=4"), ("tiny-hybrid", "tp=2,pp=2,cp=2,ep=2")])
 def test_layouts_with_deferred_wgrads_equal_one_rank(ranks: Any, model: str, layout: str) -> None:
-    report = check(ranks, Case(model, Layout.parse(layout), "grpo", overlap="zero_bubble", initializer_range=0.1))
+    report = check(ranks, Case(model, layout=Layout.parse(layout), overlap="zero_bubble", initializer_range=0.1))
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
 
 
@@ -241,14 +245,14 @@ def test_layouts_with_deferred_wgrads_equal_one_rank(ranks: Any, model: str, lay
 def test_auxiliary_losses_equal_one_rank_for_any_packing(ranks: Any, layout: Layout) -> None:
     """Balance and z losses that dominate the router's gradient, in an MTP depth too."""
     experts = MoEConfig(experts=6, top_k=2, intermediate_size=12, balance_coefficient=0.5, z_coefficient=0.1)
-    report = check(ranks, Case(small_config("[*E]{2}/[*E]", blocks={"E": experts}), layout, "sft"))
+    report = check(ranks, Case(small_config("[*E]{2}/[*E]", blocks={"E": experts}), layout=layout, objective="sft"))
     assert report.passes(), (report.loss, report.worst)
 
 
 @pytest.mark.slow
 def test_bf16_layout_equals_one_rank_with_replayed_routing(ranks: Any) -> None:
     """Without replay, rounding would send a few tokens to other experts."""
-    case = Case("tiny-moe", Layout(tp=2), compute_dtype=torch.bfloat16, initializer_range=0.1)
+    case = Case("tiny-moe", layout=Layout(tp=2), compute_dtype=torch.bfloat16, initializer_range=0.1)
     report = ranks(2, verify, case)[0]
     loads = {name: off for name, off in report.layer_metrics.items() if name.endswith("/load")}
     assert len(loads) == 4

@@ -58,11 +58,11 @@ class Run:
         layout = Layout.parse(self.layout)
         return Case(
             MODELS[family] if layout.vpp == 1 else with_four_layers(MODELS[family]),
-            layout,
-            self.objective,
-            self.recompute,
-            self.overlap,
-            self.dtype,
+            layout=layout,
+            objective=self.objective,
+            recompute=self.recompute,
+            overlap=self.overlap,
+            compute_dtype=self.dtype,
             initializer_range=0.1,
             lora=self.lora,
         )

@@ -51,12 +51,12 @@ def compared(group: Any, case: Case, fault: str) -> Report | None:
 @pytest.mark.parametrize(
     ("case", "fault"),
     [
-        (Case(DENSE, Layout(dp_shard=2), steps=True), "none"),
-        (Case(DENSE, Layout(dp_shard=2), steps=True), "clipping"),
-        (Case(DENSE, Layout(pp=2), "sft", steps=True), "norm"),
-        (Case(DENSE, Layout(tp=2), "dpo", steps=True), "moments"),
-        (Case(small_config("[*-][*E]/[*-]"), Layout(dp_shard=2), "sft", steps=True), "none"),
-        (Case(small_config("[*-]{2}"), Layout(pp=2), "sft", lora=LoRA(rank=2), steps=True), "none"),
+        (Case(DENSE, layout=Layout(dp_shard=2), steps=True), "none"),
+        (Case(DENSE, layout=Layout(dp_shard=2), steps=True), "clipping"),
+        (Case(DENSE, layout=Layout(pp=2), objective="sft", steps=True), "norm"),
+        (Case(DENSE, layout=Layout(tp=2), objective="dpo", steps=True), "moments"),
+        (Case(small_config("[*-][*E]/[*-]"), layout=Layout(dp_shard=2), objective="sft", steps=True), "none"),
+        (Case(small_config("[*-]{2}"), layout=Layout(pp=2), objective="sft", lora=LoRA(rank=2), steps=True), "none"),
     ],
     ids=["dense", "clipping", "norm", "moments", "depths", "lora"],
 )

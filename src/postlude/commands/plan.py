@@ -17,7 +17,6 @@ from postlude.hf.read_model import read_model
 from postlude.layout import Layout, Stage
 from postlude.lora import NO_ADAPTERS, AdapterConfig, LoRA
 from postlude.model import ModelConfig, Pattern
-from postlude.options import check_overlap
 from postlude.plan.cost import CostModel
 from postlude.plan.forecast import StepForecast, forecast
 from postlude.plan.hardware import Hardware, load_hardware
@@ -26,6 +25,7 @@ from postlude.plan.search import USABLE_MEMORY, SearchResult, explain_time, sear
 from postlude.recipes.config.packaged import find_packaged
 from postlude.recipes.registry import RECIPES
 from postlude.recipes.report.formatting import format_bytes, format_duration
+from postlude.training_options import TrainingOptions
 from postlude.verify.cases import resolve_source
 
 USUAL_MICROBATCHES = 4  # for each pipeline rank, where no batch is named
@@ -40,10 +40,10 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--mtp is {options.mtp}; give the number of depths, or 0 for none.")
     recipe = None if options.recipe is None else _read_recipe(options)
     if recipe is None:
-        config, overlap = _config(options.model, options.mtp), options.overlap
+        config = _config(options.model, options.mtp)
         model = _model(options, config, hardware)
     else:
-        config, overlap = _config(options.model, recipe.mtp.depths if recipe.mtp else 0), recipe.overlap
+        config = _config(options.model, recipe.mtp.depths if recipe.mtp else 0)
         model = recipe_cost_model(recipe, config, hardware, seq=options.seq, batch_tokens=options.batch_tokens)
     header = f"{options.model}  {_count(total_parameters(config))} parameters, {config.pattern}"
     if model.adapters:
@@ -51,10 +51,10 @@ def run(options: argparse.Namespace) -> int:
         header += f", of which LoRA trains {_count(trained)} in adapters"
     console.print(header, markup=False, highlight=False, soft_wrap=True)
     if options.search:
-        tokens = options.batch_tokens or USUAL_MICROBATCHES * options.gpus * model.budget
+        tokens = options.batch_tokens or USUAL_MICROBATCHES * options.gpus * model.options.budget
         result = search(model, options.gpus, tokens, overlap=options.overlap)
         return _print_search(console, result, options, hardware)
-    _print_forecast(console, estimate := forecast(model, overlap=overlap), options.gpu)
+    _print_forecast(console, estimate := forecast(model), options.gpu)
     return int(estimate.peak > hardware.memory)
 
 
@@ -75,19 +75,23 @@ def _model(options: argparse.Namespace, config: ModelConfig, hardware: Hardware)
     if options.search:
         if options.gpus is None or options.layout is not None:
             raise ValueError("--search needs --gpus, and finds the layout itself: leave out --layout.")
-        layout = Layout()
+        training = TrainingOptions(budget=budget, recompute=options.recompute, lora=options.lora)
     else:
-        layout = _layout(options, config)
-        check_overlap(options.overlap, pp=layout.pp, vpp=layout.vpp)
+        training = TrainingOptions(
+            layout=_layout(options, config),
+            budget=budget,
+            recompute=options.recompute,
+            overlap=options.overlap,
+            lora=options.lora,
+        )
+    layout = training.layout
     tokens = options.batch_tokens or USUAL_MICROBATCHES * layout.pp * layout.dp * budget
     return CostModel(
         config=config,
-        layout=layout,
+        options=training,
         hardware=hardware,
-        budget=budget,
         length=options.seq,
         microbatches=-(-tokens // (layout.dp * budget)),
-        recompute=options.recompute,
         mtp=bool(options.mtp),
         adapters=_adapters(options.lora, config),
     )
@@ -115,20 +119,14 @@ def recipe_cost_model(
     if budget < seq:
         raise ValueError(f"--seq is {seq}, but budget is {budget} in the recipe. Lower --seq.")
     _check_layout(layout, config, recipe.model)
-    check_overlap(recipe.overlap, pp=layout.pp, vpp=layout.vpp)
     others = (config if name == recipe.model else read_model(name)[1] for name in recipe.other_models)
     return CostModel(
         config=config,
-        layout=layout,
+        options=TrainingOptions.of(recipe),
         hardware=hardware,
-        budget=budget,
         length=seq,
         microbatches=-(-(batch_tokens or recipe.sequences_per_step * seq) // (layout.dp * budget)),
-        recompute=recipe.recompute,
         mtp=recipe.mtp is not None,
-        gather_once=recipe.gather_once,
-        weights=recipe.weights,
-        moments=recipe.optimizer.fp32_per_parameter(recipe.weights),
         frozen=sum(map(total_parameters, others)),
         adapters=_adapters(recipe.lora, config),
     )
@@ -249,7 +247,7 @@ def _print_search(console: Console, result: SearchResult, options: argparse.Name
 
 
 def _microbatches(model: CostModel) -> str:
-    return f"{model.microbatches} microbatch{'es' * (model.microbatches != 1)} of {model.budget:,}"
+    return f"{model.microbatches} microbatch{'es' * (model.microbatches != 1)} of {model.options.budget:,}"
 
 
 def _count(parameters: int) -> str:

@@ -16,15 +16,17 @@ from rich.console import Console
 from postlude.checks import check_writable
 from postlude.data import Batch
 from postlude.engine import Engine
+from postlude.engine.options import EngineOptions
 from postlude.hf.model_source import Source
 from postlude.hf.read_model import read_model
 from postlude.layout import Layout
 from postlude.objectives import MTP, SFT
-from postlude.options import ZERO_BUBBLE, Overlap, Recompute, check_overlap
+from postlude.options import ZERO_BUBBLE, Overlap
 from postlude.trace.chrome import chrome_events
 from postlude.trace.recorder import Recording
 from postlude.trace.spans import Span, starting_at_zero
 from postlude.trace.svg import Timeline, render_svg
+from postlude.training_options import TrainingOptions
 from postlude.verify.cases import resolve_source
 from postlude.world.devices import check_device, default_device
 from postlude.world.launcher import run_on_ranks
@@ -34,17 +36,12 @@ PICTURE, EVENTS = "timeline.svg", "trace.json"
 
 
 @dataclass(frozen=True)
-class Traced:
-    """The step to record: `microbatches` of one sequence of `tokens` tokens on every data-parallel rank."""
+class Traced(TrainingOptions):
+    """The step to record: `microbatches` of one sequence of `budget` tokens on every data-parallel rank."""
 
     source: Source
-    layout: Layout
-    overlap: Overlap
     microbatches: int
-    tokens: int
     compute_dtype: torch.dtype | None = None
-    recompute: Recompute = "none"
-    seed: int = 0
 
 
 def run(options: argparse.Namespace) -> int | None:
@@ -62,14 +59,12 @@ def run(options: argparse.Namespace) -> int | None:
     device = options.device or default_device()
     check_device(device)
     source, _ = resolve_source(options.model)
-    check_overlap(options.overlap, pp=layout.pp, vpp=layout.vpp)
     read_model(source)[1].check_layout(layout)  # refuses an impossible layout before ranks start
     plain = Traced(
         source,
-        layout,
-        overlap=False,
+        layout=layout,
         microbatches=options.microbatches or max(4, min_microbatches),
-        tokens=options.tokens,
+        budget=options.tokens,
         compute_dtype=options.dtype and getattr(torch, options.dtype),
         recompute=options.recompute,
         seed=options.seed,
@@ -110,22 +105,15 @@ def record_all(chosen: list[Traced]) -> list[list[Span]]:
 
 def record(traced: Traced) -> list[Span]:
     """Returns the spans of all ranks in the second of two equal steps, starting at 0. Every rank calls it."""
-    engine = Engine(
-        traced.source,
-        layout=traced.layout,
-        budget=traced.tokens,
-        compute_dtype=traced.compute_dtype,
-        recompute=traced.recompute,
-        overlap=traced.overlap,
-        seed=traced.seed,
-        mtp=bool(read_model(traced.source)[1].pattern.mtp),
-    )
+    mtp = bool(read_model(traced.source)[1].pattern.mtp)
+    options = EngineOptions.of(traced, compute_dtype=traced.compute_dtype, mtp=mtp)
+    engine = Engine(traced.source, **vars(options))
     generator = torch.Generator().manual_seed(traced.seed)
     count = traced.microbatches * traced.layout.dp
     batch = Batch(
-        [torch.randint(engine.config.vocab_size, (traced.tokens,), generator=generator) for _ in range(count)]
+        [torch.randint(engine.config.vocab_size, (traced.budget,), generator=generator) for _ in range(count)]
     )
-    objective = MTP(objective=SFT()) if engine.mtp else SFT()
+    objective = MTP(objective=SFT()) if mtp else SFT()
     engine.forward_backward(batch, objective)
     engine.zero_grad()
     dist.barrier()

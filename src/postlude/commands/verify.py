@@ -15,7 +15,6 @@ from postlude.hf.lora_targets import adapter_configs
 from postlude.hf.model_source import Source
 from postlude.hf.read_model import read_model
 from postlude.layout import Layout
-from postlude.options import check_overlap
 from postlude.verify.adapters import AdapterReport
 from postlude.verify.cases import Case, fitting_layouts, has_routing_column, resolve_source
 from postlude.verify.choices import FP8_DTYPE, TOLERANCES
@@ -41,7 +40,6 @@ def run(options: argparse.Namespace) -> int:
         adapter_configs(options.lora, config, family)  # refuses targets that do not exist
     for layout in layouts:
         config.check_layout(layout)  # no rank is started for what cannot be
-        check_overlap(options.overlap, pp=layout.pp, vpp=layout.vpp)
     cases = _cases(options, layouts, source, initializer_range=width, compute_dtype=getattr(torch, dtype))
     reports = _compare(cases, options, device)
     if not reports:
@@ -70,14 +68,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _cases(options: argparse.Namespace, layouts: Sequence[Layout], source: Source, **settings: Any) -> list[Case]:
     """Returns what is compared: every layout with every objective."""
-    settings |= {"seed": options.seed, "lora": options.lora, "fp8": options.fp8}
+    settings |= {name: getattr(options, name) for name in ("seed", "lora", "fp8", "recompute", "overlap")}
     settings["steps"] = settings["compute_dtype"] == torch.float32
     objectives = options.objective or (["grpo", "dpo"] if options.grid else ["grpo"])
-    return [
-        Case(source, layout, objective, options.recompute, options.overlap, **settings)
-        for layout in layouts
-        for objective in objectives
-    ]
+    return [Case(source, objective, layout=layout, **settings) for layout in layouts for objective in objectives]
 
 
 def _compare(cases: Sequence[Case], options: argparse.Namespace, device: str) -> list[Report]:

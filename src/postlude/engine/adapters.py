@@ -14,6 +14,7 @@ from torch import Tensor
 
 from postlude.engine.checkpoint_checks import FINGERPRINT_KIND, check_adapter
 from postlude.engine.failure_state import FailureState
+from postlude.engine.options import EngineOptions
 from postlude.engine.stages import StageBuilder, Stages
 from postlude.engine.streaming import (
     DistributedModel,
@@ -36,8 +37,7 @@ from postlude.model.adapters import is_adapter
 from postlude.model.blocks import BlockTable
 from postlude.model.config import RATE
 from postlude.model.parallel import Adapter, is_dtensor, local_shard, region
-from postlude.optimizer import OptimizerConfig
-from postlude.options import WeightStorage
+from postlude.training_options import TrainingOptions
 from postlude.world.agreement import on_rank0
 from postlude.world.mesh import Mesh
 
@@ -52,7 +52,7 @@ class AdaptedModel(DistributedModel, Protocol):
     block_types: BlockTable
     family: Family | None
     builder: StageBuilder
-    default_optimizer: OptimizerConfig
+    options: EngineOptions
     adapters: Adapters
     training_states: dict[str | None, TrainingState]
     failure_state: FailureState
@@ -71,19 +71,19 @@ class Adapters:
 
     def __init__(
         self,
-        lora: LoRA | Mapping[str, LoRA] | None,
+        options: TrainingOptions,
         config: ModelConfig,
         family: Family | None,
         blocks: BlockTable,
-        weight_storage: WeightStorage,
     ) -> None:
+        lora = options.lora
         self.enabled = lora is not None
         """Whether the model is frozen and adapters are trained."""
         self.by_name: dict[str, AdapterConfigs] = {}
         """The adapter of each layer of the whole model, by the adapter's name and the layer's global name."""
         self._fingerprint: str | None = None
         if lora is not None:
-            _check_options(config, weight_storage)
+            _check_frozen(config)
             for name, settings in ({DEFAULT: lora} if isinstance(lora, LoRA) else lora).items():
                 self.check_new(name)
                 self.by_name[name] = adapter_configs(settings, config, family, blocks)
@@ -153,13 +153,8 @@ class Adapters:
         return self._fingerprint
 
 
-def _check_options(config: ModelConfig, weight_storage: WeightStorage) -> None:
-    """Raises ValueError for options of an engine that adapters contradict."""
-    if weight_storage != "fp32":
-        raise ValueError(
-            f"weights={weight_storage!r} stores trained weights below fp32, but with lora the model is stored in the "
-            'compute dtype and the adapters, which are small, in fp32. Use weights="fp32".'
-        )
+def _check_frozen(config: ModelConfig) -> None:
+    """Raises ValueError for a model that changes without gradients."""
     if rates := [rate for block in config.blocks.values() if (rate := getattr(block, RATE, 0.0))]:
         raise ValueError(f"{RATE}={rates[0]} changes biases of the model, which lora freezes. Use 0.")
 
@@ -205,7 +200,7 @@ def add_adapter_configs(engine: AdaptedModel, name: str, configs: AdapterConfigs
     """Adds an adapter of these layers, whose stages share the frozen model."""
     builder = replace(engine.builder, adapters=configs)
     stages = builder.build_on(engine.training_states[None].stages, seed)
-    engine.training_states[name] = TrainingState(builder, stages, engine.default_optimizer)
+    engine.training_states[name] = TrainingState(builder, stages, engine.options.optimizer)
     engine.adapters.by_name[name] = configs
 
 

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -23,6 +24,7 @@ from postlude.engine.failure_state import FailureState
 from postlude.engine.layer_metrics import LayerMetrics
 from postlude.engine.normalizer import LossNormalizer, MetricAccumulator, MetricIndex, check_counts
 from postlude.engine.objective_processor import ObjectiveProcessor
+from postlude.engine.options import EngineOptions, takes_options
 from postlude.engine.reference import Reference
 from postlude.engine.result import Outputs, PassResult, StepResult
 from postlude.engine.split_weights import loading_in_fp32
@@ -30,25 +32,19 @@ from postlude.engine.stages import StageBuilder
 from postlude.engine.state_offload import StateOffload
 from postlude.engine.token_scores import TokenProcessor, TokenScores, logprob_processor, topk_processor
 from postlude.engine.training_state import TrainingState, TrainingStateProperties
-from postlude.head import HeadConfig
 from postlude.hf.export import hf_export_config
-from postlude.hf.families import FAMILIES
-from postlude.hf.family import Families
 from postlude.hf.load import init_or_load_weights
 from postlude.hf.model_card import ModelCard
 from postlude.hf.model_source import Recast, Source
 from postlude.hf.read_model import read_generation_config, read_model, read_recast_plan, with_mtp
 from postlude.layout import Layout
-from postlude.lora import NO_ADAPTERS, LoRA
+from postlude.lora import NO_ADAPTERS
 from postlude.model import LanguageModel
-from postlude.model.blocks import BLOCKS, BlockTable
 from postlude.model.output import NO_VALUE_HEAD
 from postlude.objectives import Objective
-from postlude.optimizer import AdamW, OptimizerConfig
-from postlude.options import Overlap, Recompute, ScanBackend, WeightStorage, check_overlap
-from postlude.router_losses import RouterLosses
+from postlude.optimizer import OptimizerConfig
 from postlude.trace.recorder import NO_RECORDER, Recorder
-from postlude.world.devices import check_initialized, group_device
+from postlude.world.devices import check_initialized
 from postlude.world.mesh import Mesh
 
 
@@ -60,104 +56,46 @@ class Engine(TrainingStateProperties):
 
     source: what `load_model` takes. A `ModelConfig` starts from random weights; if it names no Hugging Face family, its
         tensors are streamed under Postlude's names. For a `Recast`, `new_tensors` names those that the source lacked.
-    device: by default the one that `postlude.ranks()` chose for this rank.
-    recompute, scan_backend, head: as for `LanguageModel`.
-    critic: adds a value head: the source's, or one of zeros if it has none. It is trained, clipped, saved and loaded
-        like every other parameter, and is not part of streamed or exported weights.
-    mtp: loads the multi-token-prediction depths of the source and trains them with an objective that requests them
-        (`MTP`); they run in every pass, even if it does not. With mtp=False they are not loaded, and those of a
-        `ModelConfig` are not trained.
-    overlap: True interleaves one microbatch's forward with another's backward, which overlaps the experts' all-to-all
-        with compute, bit-identically; a `forward_backward` keeps the weights gathered. "zero_bubble" defers weight
-        gradients into the pipeline's bubble.
-    gather_once: all-gathers weights and reduces gradients once per `forward_backward`, not per microbatch; always with
-        pp > 1. Each rank then needs memory for all gradients of its stage, in fp32.
-    weights: how weights are stored between steps (`postlude.options.WeightStorage`); below fp32 only where FSDP shards
-        nothing, as in a layout of tp and pp alone.
-    fp8: GEMMs of blocks are in FP8 e4m3, except those of weight gradients (`ops.fp8`).
-    lora: trains low-rank adapters and freezes the model, which is stored in the compute dtype. One `LoRA` makes the
-        adapter "default"; a mapping makes one per name, and {} none yet (`add_adapter`). `set_adapter` selects one.
-        Streamed and exported weights have it merged in; a checkpoint holds the adapters only.
-    selection_bias_rate: the update rate of routers' selection biases (balancing without an auxiliary loss),
-        independent of the learning rate. None keeps the model config's, which is 0 for every Hugging Face model.
-    router_losses: the auxiliary losses of routers, in place of the model config's.
-    batch_invariant: a token's results have the same bits in every batch, and equal a generator's: docs/recipes.md.
-    blocks, families: the tables of blocks and of Hugging Face families, custom ones included.
+    The keyword arguments are the fields of `EngineOptions`. `engine.options` has them, with the mesh.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        *,
-        layout: Layout | None = None,
-        optimizer: OptimizerConfig | None = None,
-        budget: int = 8192,
-        compute_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        recompute: Recompute = "none",
-        scan_backend: ScanBackend = "auto",
-        head: HeadConfig | None = None,
-        critic: bool = False,
-        mtp: bool = False,
-        overlap: Overlap = False,
-        gather_once: bool = False,
-        weights: WeightStorage = "fp32",
-        fp8: bool = False,
-        lora: LoRA | Mapping[str, LoRA] | None = None,
-        selection_bias_rate: float | None = None,
-        router_losses: RouterLosses | None = None,
-        batch_invariant: bool = False,
-        seed: int = 0,
-        mesh: Mesh | None = None,
-        blocks: BlockTable = BLOCKS,
-        families: Families = FAMILIES,
-    ) -> None:
+    @takes_options(EngineOptions)
+    def __init__(self, source: Source, options: EngineOptions) -> None:
         check_initialized()
-        self.device = group_device() if device is None else torch.device(device)
-        self.mesh = mesh or Mesh(layout or Layout(), self.device.type)
-        check_overlap(overlap, pp=self.mesh.layout.pp, vpp=self.mesh.layout.vpp)
-        self.budget, self.overlap, self.critic, self.mtp = budget, overlap, critic, mtp
-        self.block_types, self.families = blocks, families
-        source = with_mtp(source, families, blocks) if mtp else source
-        self.family, self.config = read_model(source, families, blocks)
-        if selection_bias_rate is not None:
-            self.config = self.config.with_selection_bias_rate(selection_bias_rate)
-        self.config = self.config.with_router_losses(router_losses or RouterLosses())
-        self.new_tensors = read_recast_plan(source, families, blocks).new_tensors if isinstance(source, Recast) else ()
-        self.generation_config = read_generation_config(source, blocks)
-        self.compute_dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
-        self.adapters = Adapters(lora, self.config, self.family, blocks, weights)
+        self.device, self.compute_dtype = options.rank_device, options.dtype
+        self.mesh = options.mesh or Mesh(options.layout, self.device.type)
+        self.options = replace(options, mesh=self.mesh, device=self.device, compute_dtype=self.compute_dtype)
+        self.block_types, self.families = options.blocks, options.families
+        source = with_mtp(source, self.families, self.block_types) if options.mtp else source
+        self.family, self.config = read_model(source, self.families, self.block_types)
+        if options.selection_bias_rate is not None:
+            self.config = self.config.with_selection_bias_rate(options.selection_bias_rate)
+        self.config = self.config.with_router_losses(options.router_losses)
+        recast = read_recast_plan(source, self.families, self.block_types) if isinstance(source, Recast) else None
+        self.new_tensors = () if recast is None else recast.new_tensors
+        self.generation_config = read_generation_config(source, self.block_types)
+        self.adapters = Adapters(options, self.config, self.family, self.block_types)
         self.builder = StageBuilder(
             config=self.config,
             mesh=self.mesh,
             device=self.device,
             compute_dtype=self.compute_dtype,
-            recompute=recompute,
-            scan_backend=scan_backend,
-            head=head or HeadConfig(),
-            critic=critic,
-            mtp=mtp,
-            overlap=overlap,
-            gather_once=gather_once,
-            weight_storage=weights,
-            fp8=fp8,
-            blocks=blocks,
+            options=self.options,
             frozen=self.adapters.enabled,
             adapters=NO_ADAPTERS,
-            batch_invariant=batch_invariant,
         )
-        self.default_optimizer, self.failure_state = optimizer or AdamW(), FailureState()
+        self.failure_state = FailureState()
         low_bits: dict[str, Tensor] = {}
 
         def load(stage: LanguageModel) -> None:
-            with loading_in_fp32(stage, low_bits) if weights == "split" else nullcontext():
-                init_or_load_weights(stage, source, self.family, seed, families)
+            with loading_in_fp32(stage, low_bits) if options.weights == "split" else nullcontext():
+                init_or_load_weights(stage, source, self.family, options.seed, self.families)
 
-        self.training_state = TrainingState(self.builder, self.builder.build(load), self.default_optimizer)
+        self.training_state = TrainingState(self.builder, self.builder.build(load), options.optimizer)
         self.training_state.set_low_bits(low_bits)
         self.training_states: dict[str | None, TrainingState] = {None: self.training_state}
         for name, configs in self.adapters.by_name.items():
-            add_adapter_configs(self, name, configs, seed=seed)
+            add_adapter_configs(self, name, configs, seed=options.seed)
         self.set_adapter(self.adapters.active)
         self._state_offload = StateOffload(self.device, self.failure_state)
         self.metric_index, self.layer_metrics = MetricIndex(), LayerMetrics(self.config)
@@ -178,9 +116,9 @@ class Engine(TrainingStateProperties):
         self.adapters.active = self.failure_state.adapter = adapter
 
     @property
-    def stages(self) -> dict[int, LanguageModel]:
-        """This rank's stages by their global numbers."""
-        return self.local_stages.models
+    def stage_models(self) -> dict[int, LanguageModel]:
+        """This rank's models of stages, by the stages' global numbers."""
+        return self.stages.models
 
     @property
     def shared_parameters(self) -> frozenset[str]:
@@ -191,7 +129,7 @@ class Engine(TrainingStateProperties):
     def tensors(self) -> dict[str, Tensor]:
         """This rank's parameters and persistent buffers by their global names."""
         self.failure_state.check_on_device()
-        return self.local_stages.tensors
+        return self.stages.tensors
 
     @property
     def low_bits(self) -> dict[str, Tensor]:
@@ -221,10 +159,10 @@ class Engine(TrainingStateProperties):
         accumulator = self._metric_accumulator(objective, local, counts)
         with self.failure_state.guard_pass("forward_backward", self.training_state.rebuild, gradients=True):
             self.training_state.free_shared_gradients()
-            processor = ObjectiveProcessor(objective, accumulator, self.local_stages.trains_depths)
-            self.local_stages.forward_backward(microbatches, processor, recorder)
+            processor = ObjectiveProcessor(objective, accumulator, self.stages.trains_depths)
+            self.stages.forward_backward(microbatches, processor, recorder)
             gradients.fill_and_reduce_shared(self.parameters, self.shared_parameters, self.mesh)
-            accumulator.layer_sums = self.layer_metrics.take_sums(self.local_stages.blocks, self.device)
+            accumulator.layer_sums = self.layer_metrics.take_sums(self.stages.blocks, self.device)
             values = accumulator.reduce(self._reports_results)
             outputs = self._gather_outputs(objective, local, accumulator)
             self.training_state.has_gradients = True
@@ -246,8 +184,8 @@ class Engine(TrainingStateProperties):
         local = self._shard(batch, counts)
         accumulator = self._metric_accumulator(objective, local, counts)
         with self.failure_state.guard_pass("evaluate_loss", self.training_state.rebuild):
-            processor = ObjectiveProcessor(objective, accumulator, self.local_stages.trains_depths)
-            self.local_stages.forward(local.microbatches, processor)
+            processor = ObjectiveProcessor(objective, accumulator, self.stages.trains_depths)
+            self.stages.forward(local.microbatches, processor)
             values = accumulator.reduce(self._reports_results)
             outputs = self._gather_outputs(objective, local, accumulator)
         self.failure_state.raise_loss_error(accumulator.loss_error, "evaluate_loss")
@@ -288,8 +226,8 @@ class Engine(TrainingStateProperties):
             norm = float(norm_on_device)  # synchronises here, after all kernels of the step are launched
             finite = math.isfinite(norm)
             if finite:
-                gradients.all_reduce_counters(self.local_stages.token_counters, self.mesh)
-                for block in self.local_stages.blocks:
+                gradients.all_reduce_counters(self.stages.token_counters, self.mesh)
+                for block in self.stages.blocks:
                     block.after_optimizer_step()
         training_state.count_step(finite)
         self.zero_grad()
@@ -330,7 +268,7 @@ class Engine(TrainingStateProperties):
         """
         local = self._shard(batch)
         with self.failure_state.guard_pass("evaluate_tokens", self.training_state.rebuild):
-            values = self.local_stages.forward(local.microbatches, lambda inputs: dict(processor(inputs)))
+            values = self.stages.forward(local.microbatches, lambda inputs: dict(processor(inputs)))
             return local.gather_results(values, shifted=shifted, device=self.device)
 
     def logprobs(self, batch: Batch, *, entropy: bool = False) -> TokenScores:
@@ -340,7 +278,7 @@ class Engine(TrainingStateProperties):
 
     def values(self, batch: Batch) -> list[Tensor]:
         """Returns the values, [length] fp32 per sequence: entry i is the state's before token i. Entry 0 is 0."""
-        if not self.critic:
+        if not self.options.critic:
             raise ValueError(NO_VALUE_HEAD)
         return self.evaluate_tokens(batch, lambda inputs: {"value": inputs.head.values(inputs.hidden)})["value"]
 
@@ -378,7 +316,7 @@ class Engine(TrainingStateProperties):
 
     def weight_deltas(self) -> Mapping[str, streaming.WeightDelta]:
         """Returns what adapters add to this rank's weights, by the weights' names. Every rank calls it."""
-        return weight_deltas(self.local_stages)
+        return weight_deltas(self.stages)
 
     def copy_weights(self, model: LanguageModel) -> None:
         """Copies the weights into an unsharded model on every rank, such as a generator's."""
@@ -489,9 +427,9 @@ class Engine(TrainingStateProperties):
         """Returns this rank's microbatches. If one rank raises, all do, and the engine stays usable."""
         self.failure_state.check()
         options: dict[str, Any] = {"step_counts": step_counts, "adapter": self.adapters.active}
-        return shard_batch(batch, self.mesh, self.config, budget=self.budget, device=self.device, **options)
+        return shard_batch(batch, self.mesh, self.config, budget=self.options.budget, device=self.device, **options)
 
     @property
     def _reports_results(self) -> bool:
         """Whether this rank reports metrics: it runs the last stage, and its TP rank is 0 (all have the same)."""
-        return self.layout.stages - 1 in self.stages and self.mesh.tp.rank == 0
+        return self.layout.stages - 1 in self.stage_models and self.mesh.tp.rank == 0

@@ -14,18 +14,21 @@ from torch.distributed.tensor import Shard
 from postlude.engine.unsharded import ParameterSharding, Unsharded
 from postlude.model import LanguageModel
 from postlude.model.parallel import FSDPUnit, local_shard
+from postlude.training_options import TrainingOptions
 from postlude.world.mesh import Mesh
+
+DEFAULT = TrainingOptions()
 
 
 def shard_stage(
-    model: LanguageModel, mesh: Mesh, compute_dtype: torch.dtype, *, planned: bool = False, reduce_once: bool = False
+    model: LanguageModel, mesh: Mesh, compute_dtype: torch.dtype, options: TrainingOptions = DEFAULT
 ) -> ParameterSharding:
     """Shards a stage over the data-parallel ranks: what blocks shard separately, each logical layer, then the rest.
 
-    With one such rank, nothing is sharded. Gradients are summed, never divided: the loss is divided already. If passes
-    are `planned`, with `reduce_once`, and in a pipeline, weights stay gathered between microbatches. With
-    `reduce_once`, and in a pipeline, gradients are reduced after the last backward. Otherwise each microbatch's are
-    reduced at once, so that no rank holds the full gradient of more than a layer.
+    With one such rank, nothing is sharded. Gradients are summed, never divided: the loss is divided already. With
+    `overlap`, `gather_once`, and in a pipeline, weights stay gathered between microbatches. With `gather_once`, and in
+    a pipeline, gradients are reduced after the last backward. Otherwise each microbatch's are reduced at once, so that
+    no rank holds the full gradient of more than a layer.
     """
     assert mesh.fsdp_mesh is not None
     assert mesh.expert_fsdp_mesh is not None
@@ -38,7 +41,7 @@ def shard_stage(
             f"weights are stored narrower than fp32 where no other rank shares them, but {mesh.layout} shards them. "
             'Use weights="fp32", of which each rank stores a part, or a layout of tp and pp alone.'
         )
-    reduce_once = reduce_once or mesh.pp.size > 1
+    planned, reduce_once = bool(options.overlap), options.gather_once or mesh.pp.size > 1
     reshard = not (reduce_once or planned)
     expert_placement = functools.partial(_even_placement, ranks=mesh.expert_fsdp_mesh.shape[-1])
 

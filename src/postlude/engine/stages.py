@@ -14,18 +14,17 @@ from torch import Tensor, nn
 from postlude.data import Microbatch
 from postlude.engine.fsdp import shard_stage
 from postlude.engine.gradients import all_reduce_counters
+from postlude.engine.options import EngineOptions
 from postlude.engine.unsharded import ParameterSharding
-from postlude.head import HeadConfig
 from postlude.layout import Stage
 from postlude.lora import AdapterConfigs
 from postlude.model import LanguageModel, ModelConfig, OutputInputs, OutputProcessor
 from postlude.model.adapters import freeze_base
 from postlude.model.batch_invariant import check_batch_invariant
-from postlude.model.blocks import Block, BlockTable
+from postlude.model.blocks import Block
 from postlude.model.fp8 import use_fp8
 from postlude.model.parallel import local_shard
 from postlude.ops.fp8 import check_fp8
-from postlude.options import Overlap, Recompute, ScanBackend, WeightStorage
 from postlude.pipeline import Executor
 from postlude.trace.recorder import Recorder
 from postlude.world.mesh import Mesh
@@ -118,33 +117,23 @@ class Stages:
 
 @dataclass(frozen=True, kw_only=True)
 class StageBuilder:
-    """The options that all stages of an engine are built with. `Engine` documents each."""
+    """What all stages of an engine are built with."""
 
     config: ModelConfig
     mesh: Mesh
     device: torch.device
     compute_dtype: torch.dtype
-    recompute: Recompute
-    scan_backend: ScanBackend
-    head: HeadConfig
-    critic: bool
-    mtp: bool
-    overlap: Overlap
-    gather_once: bool
-    weight_storage: WeightStorage
-    fp8: bool
-    blocks: BlockTable
+    options: EngineOptions
     frozen: bool
     """With LoRA: the model is stored in the compute dtype and not trained."""
     adapters: AdapterConfigs
-    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        if self.fp8:
+        options = self.options
+        if options.fp8:
             log.info("fp8: products are %s", check_fp8(self.device, self.compute_dtype))
-        if self.batch_invariant:
-            options = {"lora": self.frozen, "overlap": self.overlap, "fp8": self.fp8}
-            check_batch_invariant(self.config, self.mesh.layout, options, self.blocks)
+        if options.batch_invariant:
+            check_batch_invariant(self.config, self.mesh.layout, options.batch_dependent, options.blocks)
 
     def build(self, fill: Callable[[LanguageModel], None]) -> Stages:
         """Returns this rank's stages. Each is sharded on the meta device, then allocated and filled by `fill`."""
@@ -190,32 +179,33 @@ class StageBuilder:
         for index in indices:
             models[index], sharding[index] = self._build_on_meta(index)
             fill(index, models[index])
-        return Stages(models, sharding, Executor(models, self.mesh, dtype=self.compute_dtype, overlap=self.overlap))
+        executor = Executor(models, self.mesh, dtype=self.compute_dtype, overlap=self.options.overlap)
+        return Stages(models, sharding, executor)
 
     def _build_on_meta(self, index: int) -> tuple[LanguageModel, ParameterSharding]:
+        options = self.options
         with torch.device("meta"):
             stage = LanguageModel(
                 self.config,
                 mesh=self.mesh,
                 stage=Stage(index, self.mesh.layout.stages),
-                recompute=self.recompute,
-                scan_backend=self.scan_backend,
-                head=self.head,
-                value_head=self.critic,
-                dtype=self.compute_dtype if self.frozen else None if self.weight_storage == "fp32" else torch.bfloat16,
-                blocks=self.blocks,
+                recompute=options.recompute,
+                scan_backend=options.scan_backend,
+                head=options.head,
+                value_head=options.critic,
+                dtype=self.compute_dtype if self.frozen else None if options.weights == "fp32" else torch.bfloat16,
+                blocks=options.blocks,
                 adapters=self.adapters,
-                batch_invariant=self.batch_invariant,
+                batch_invariant=options.batch_invariant,
             )
-        if self.fp8 and (staying := use_fp8(stage.blocks, self.mesh.layout.tp)):
-            log.warning("fp8: %s stay in %s: a size is no multiple of 16", ", ".join(staying), self.compute_dtype)
+        if options.fp8 and (unquantized := use_fp8(stage.blocks, self.mesh.layout.tp)):
+            names = ", ".join(unquantized)
+            log.warning("fp8: %s stay in %s: a size is no multiple of 16", names, self.compute_dtype)
         if self.frozen:
             freeze_base(stage, value_head=bool(self.adapters))
         elif stage.has_mtp:
-            stage.mtp.requires_grad_(self.mtp)
-        return stage, shard_stage(
-            stage, self.mesh, self.compute_dtype, planned=bool(self.overlap), reduce_once=self.gather_once
-        )
+            stage.mtp.requires_grad_(options.mtp)
+        return stage, shard_stage(stage, self.mesh, self.compute_dtype, options)
 
 
 def _run_depths(inputs: OutputInputs) -> Tensor:

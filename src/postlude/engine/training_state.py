@@ -66,13 +66,13 @@ class TrainingState:
     @property
     def optimizer_kind(self) -> str:
         """The kind of the optimizer's state."""
-        return optimizers.optimizer_kind(self.optimizer_config, self.builder.weight_storage)
+        return optimizers.optimizer_kind(self.optimizer_config, self.builder.options.weights)
 
     def step_config(self, step_config: OptimizerConfig | None) -> OptimizerConfig:
         """Returns the settings of one step: `step_config`, or the optimizer's own. Raises if its state would differ."""
         if step_config is None:
             return self.optimizer_config
-        kind = optimizers.optimizer_kind(step_config, self.builder.weight_storage)
+        kind = optimizers.optimizer_kind(step_config, self.builder.options.weights)
         on_host = isinstance(step_config, AdamW) and step_config.offload
         if kind != self.optimizer_kind or on_host != getattr(self.optimizer_config, "offload", False):
             raise ValueError(
@@ -102,7 +102,7 @@ class TrainingState:
         self.optimizer_start_step, self.steps_without_gradients, self.late_start_steps = self.step, 0, {}
 
     def _build_optimizer(self, config: OptimizerConfig) -> optimizers.ShardedAdamW | optimizers.ShardedSGD:
-        return optimizers.build(config, self.parameters, self.stages.matrices, self.builder.weight_storage)
+        return optimizers.build(config, self.parameters, self.stages.matrices, self.builder.options.weights)
 
     def zero_grad(self) -> None:
         """Frees the gradients, and zeroes the blocks' counters."""
@@ -173,7 +173,7 @@ class TrainingStateProperties:
     training_state: TrainingState
 
     @property
-    def local_stages(self) -> Stages:
+    def stages(self) -> Stages:
         """This rank's stages, and what runs them."""
         return self.training_state.stages
 

@@ -143,7 +143,7 @@ class SyncedGenerator(ReplicatedGenerator):
                 engine.config,
                 dtype=engine.compute_dtype,
                 blocks=engine.block_types,
-                batch_invariant=engine.builder.batch_invariant,
+                batch_invariant=engine.options.batch_invariant,
             )
         limits.setdefault("eos_tokens", end_tokens(engine.generation_config, tokenizer))
         super().__init__(model.to_empty(device=engine.device).eval(), tokenizer, **limits)

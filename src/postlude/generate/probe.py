@@ -139,7 +139,7 @@ class WeightProbe:
         self.engine = engine
         precision = torch.finfo(engine.compute_dtype).eps
         self.limit = max(MIN_LIMIT, ROUNDING_UNITS * precision) if limit is None else limit
-        positions = min(POSITIONS, (min(engine.budget, max_length or engine.budget) - 1) // STRIDE)
+        positions = min(POSITIONS, (min(engine.options.budget, max_length or engine.options.budget) - 1) // STRIDE)
         self.tokens = probe_tokens(1 + STRIDE * positions, engine.config.vocab_size, tokenizer)
         self.lengths = range(STRIDE, len(self.tokens), STRIDE)
         self.requests = [Request(tuple(self.tokens[:length]), GREEDY) for length in self.lengths]
@@ -157,7 +157,7 @@ class WeightProbe:
 
     def _scores(self) -> TrainerScores:
         top = min(TOP_TOKENS, self.engine.config.vocab_size)
-        blocks = [block for stage in self.engine.stages.values() for block in stage.blocks]
+        blocks = [block for stage in self.engine.stage_models.values() for block in stage.blocks]
         with without_fp8(blocks):  # weights are compared, not FP8 with the generator's precision
             (logprobs,), (ids,) = self.engine.topk(Batch([self.tokens]), top)
         likeliest = [dict(zip(ids[length].tolist(), logprobs[length].tolist(), strict=True)) for length in self.lengths]

@@ -21,14 +21,14 @@ def use_fp8(blocks: Iterable[Block], tp: int) -> list[str]:
     A layer with a size that is no multiple of 16 stays. Raises ValueError if `tp` ranks make a size so: a layout must
     not change which layers are in FP8.
     """
-    staying = []
+    unquantized = []
     for block in blocks:
         in_fp8 = {name: layer for name, layer in _layers(block) if not _unfit(layer.weight.shape[-2:])}
         for name, layer in in_fp8.items():
             _check_parts(f"{block.name}.{name}", layer, tp)
             layer.use_fp8()
-        staying += [f"{block.name}.{name}" for name, _ in _layers(block) if name not in in_fp8]
-    return staying
+        unquantized += [f"{block.name}.{name}" for name, _ in _layers(block) if name not in in_fp8]
+    return unquantized
 
 
 @contextlib.contextmanager

@@ -18,11 +18,12 @@ from postlude.layout import Layout, Stage
 from postlude.lora import NO_ADAPTERS, AdapterConfigs
 from postlude.model import ModelConfig
 from postlude.model.block_config import NOMINAL_LENGTH
-from postlude.options import Recompute, WeightStorage
+from postlude.options import Recompute
 from postlude.pipeline.schedule import Action
 from postlude.plan.hardware import Hardware
 from postlude.plan.memory import STORED, defers_wgrads, symbols_of
 from postlude.plan.parameter_count import ModelParameterCount, count_parameters
+from postlude.training_options import TrainingOptions
 
 RECOMPUTED: Mapping[Recompute, float] = {"none": 0.0, "selective": 0.1, "full": 1.0}
 """The fraction of a forward that the backward repeats; "selective" repeats only what is cheap."""
@@ -47,30 +48,29 @@ class ActionCost:
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """The cost of every action of a model in a layout on given hardware, at a full microbatch.
+    """The cost of every action of a model on given hardware, at a full microbatch.
 
     `length` is that of the sequences. With `mtp` the last stage runs and trains its depths.
     """
 
     config: ModelConfig
-    layout: Layout
+    options: TrainingOptions
     hardware: Hardware
-    budget: int
     length: int
     microbatches: int
-    recompute: Recompute = "none"
     compute_bytes: int = 2
     mtp: bool = True
-    gather_once: bool = False
-    weights: WeightStorage = "fp32"
-    moments: float = 2.0
-    """Numbers of fp32 that the optimizer keeps on the GPU for each parameter."""
     frozen: int = 0
     """Parameters of other models in memory: a reference, a teacher."""
     adapters: AdapterConfigs = field(default_factory=lambda: NO_ADAPTERS)
     """With LoRA, the adapters of the whole model: they alone are trained."""
     known: ModelParameterCount | None = None
     """The parameters of a rank of this layout, if they are counted already."""
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the options."""
+        return self.options.layout
 
     @cached_property
     def sizes(self) -> ModelParameterCount:
@@ -89,8 +89,8 @@ class CostModel:
 
     def __call__(self, action: Action) -> ActionCost:
         """Returns an action's cost. In a pipeline, a stage's first forward gathers, and its last backward reduces."""
-        which = 0 if action.kind == "F" else self.microbatches - 1
-        table = self.costs_with_collectives if action.microbatch == which else self.costs
+        collective_microbatch = 0 if action.kind == "F" else self.microbatches - 1
+        table = self.costs_with_collectives if action.microbatch == collective_microbatch else self.costs
         return table[action.kind, action.stage]
 
     def with_deferred_wgrads(self, action: Action) -> ActionCost:
@@ -126,7 +126,7 @@ class CostModel:
     @property
     def tokens(self) -> float:
         """Tokens of one microbatch that one rank holds between blocks."""
-        return self.budget / (self.layout.cp * self.layout.tp)
+        return self.options.budget / (self.layout.cp * self.layout.tp)
 
     @cached_property
     def model_flops(self) -> float:
@@ -179,7 +179,8 @@ class CostModel:
         config, layout, hardware = self.config, self.layout, self.hardware
         blocks = [(config.blocks[symbol], count) for symbol, count in self._counts(stage).items()]
         hidden, size = config.hidden_size, self.compute_bytes
-        trips = 2.0 if kind == "B" and self.recompute == "full" else 1.0  # a backward moves what its forward did
+        # A backward moves what its forward did.
+        trips = 2.0 if kind == "B" and self.options.recompute == "full" else 1.0
         compute = self._compute(kind, stage)
         by_tp = sum(count * block.tp_traffic(hidden) for block, count in blocks) * (layout.tp - 1)
         by_cp = sum(count * block.cp_traffic(layout.cp) for block, count in blocks)
@@ -202,14 +203,14 @@ class CostModel:
             counts = self._counts(stage).items()
             attention = sum(count * self.config.blocks[symbol].attention_flops(self.length) for symbol, count in counts)
             backward = forward + attention
-        flops = forward if kind == "F" else backward + RECOMPUTED[self.recompute] * forward
+        flops = forward if kind == "F" else backward + RECOMPUTED[self.options.recompute] * forward
         return self._seconds(flops) * (ADAPTER_OVERHEAD if self.adapters else 1.0)
 
     def _weights(self, kind: str, stage: Stage, with_collectives: bool) -> float:
         """Returns the seconds in which this action gathers weights and reduces gradients, without overlap."""
         parameters, trained = self.sizes.stage(stage), self.sizes.trained(stage)
         layout, hardware = self.layout, self.hardware
-        stays_gathered = layout.pp > 1 or self.gather_once
+        stays_gathered = layout.pp > 1 or self.options.gather_once
         if stays_gathered and not with_collectives:
             return 0.0
         gathered = 0 if kind == "B" and stays_gathered else self.compute_bytes  # a backward gathers once more

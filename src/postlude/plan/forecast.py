@@ -51,7 +51,7 @@ class StepForecast:
     @property
     def tokens(self) -> int:
         """Tokens of a step, on all ranks."""
-        return self.model.microbatches * self.model.budget * self.model.layout.dp
+        return self.model.microbatches * self.model.options.budget * self.model.layout.dp
 
     @property
     def tokens_per_second(self) -> float:
@@ -110,9 +110,9 @@ def simulate_step(
     return StepTime(timeline, timeline.makespan + after, *means)
 
 
-def forecast(model: CostModel, *, overlap: Overlap = False) -> StepForecast:
+def forecast(model: CostModel) -> StepForecast:
     """Returns the time of a step in the cost model's layout, and each pipeline rank's memory."""
-    layout = model.layout
+    layout, overlap = model.layout, model.options.overlap
     step = simulate_step(
         layout,
         model.with_deferred_wgrads if overlap == ZERO_BUBBLE else model,
@@ -121,24 +121,18 @@ def forecast(model: CostModel, *, overlap: Overlap = False) -> StepForecast:
         transfer_seconds=model.transfer_seconds,
         after=model.step_seconds,
     )
-    return StepForecast(model, step, memory_of(model, overlap=overlap))
+    return StepForecast(model, step, memory_of(model))
 
 
-def memory_of(model: CostModel, *, overlap: Overlap) -> list[MemoryEstimate]:
+def memory_of(model: CostModel) -> list[MemoryEstimate]:
     """Returns what each pipeline rank needs on a GPU."""
     return estimate_memory(
         model.config,
-        model.layout,
-        budget=model.budget,
+        model.options,
         compute_bytes=model.compute_bytes,
-        moments=model.moments,
-        weights=model.weights,
-        recompute=model.recompute,
         frozen=model.frozen,
-        gather_once=model.gather_once,
         device="cuda",
         microbatches=model.microbatches,
-        overlap=overlap,
         mtp=model.mtp,
         sizes=model.sizes,
     )

@@ -18,10 +18,11 @@ from postlude.model import LanguageModel, ModelConfig
 from postlude.model.block_config import BlockConfig
 from postlude.model.fp8_weights import FP8Weights
 from postlude.ops.linear_logprobs.plan import Shape, plan_sweep
-from postlude.options import Overlap, Recompute, WeightStorage
+from postlude.options import Overlap, Recompute
 from postlude.pipeline.schedule import ScheduleEntry, rank_schedule
 from postlude.plan.parameter_count import ModelParameterCount, count_parameters, layers_of, total
 from postlude.plan.simulator import peak_held
+from postlude.training_options import TrainingOptions
 
 STORED = 4  # bytes of a stored parameter, of its gradient, and of each number of the optimizer
 NARROW = 2  # bytes of a parameter that is stored in bf16
@@ -65,33 +66,27 @@ class MemoryEstimate:
 
 def estimate_memory(
     config: ModelConfig,
-    layout: Layout,
+    options: TrainingOptions,
     *,
-    budget: int,
     compute_bytes: int,
-    moments: float,
-    recompute: Recompute = "none",
     frozen: int = 0,
     device: str = "cpu",
     microbatches: int | None = None,
-    overlap: Overlap = False,
-    gather_once: bool = False,
-    weights: WeightStorage = "fp32",
     mtp: bool = True,
     sizes: ModelParameterCount | None = None,
 ) -> list[MemoryEstimate]:
     """Returns the estimate of each pipeline rank.
 
-    `moments` are the numbers of fp32 that the optimizer keeps for each parameter (`AdamW.fp32_per_parameter`);
-    `frozen` the parameters of other models that are held in the same layout, in all. `microbatches` are those of
+    `frozen` are the parameters of other models that are held in the same layout, in all. `microbatches` are those of
     one data-parallel rank in a step, by default as many as fill the pipeline. Without `mtp`
     multi-token-prediction depths are held, but neither run nor trained. `sizes` are the model's in this layout,
     if they are known already; with LoRA they have the adapters, which alone are trained.
     """
+    layout, budget, recompute, overlap = options.layout, options.budget, options.recompute, options.overlap
     sizes = sizes or count_parameters(config, layout)
     tokens = -(-budget // (layout.cp * layout.tp))
     lora, kernels = bool(sizes.adapters), device == "cuda" and compute_bytes == NARROW
-    weight_bytes = compute_bytes if lora else STORED if weights == "fp32" else NARROW
+    weight_bytes = compute_bytes if lora else STORED if options.weights == "fp32" else NARROW
     ranks = layout.dp_shard * layout.cp * layout.tp * layout.pp
     estimates = []
     for rank in range(layout.pp):
@@ -109,15 +104,15 @@ def estimate_memory(
             MemoryEstimate(
                 parameters=stored * weight_bytes + adapters * STORED,
                 gradients=trained * STORED,
-                optimizer=int(trained * STORED * moments),
+                optimizer=int(trained * STORED * options.moments),
                 frozen=frozen * weight_bytes // ranks,
                 gathered=0
                 if compute_bytes == weight_bytes and _is_unsharded(sizes, stages, layout)
-                else _gathered(sizes, stages, layout, compute_bytes, overlap=overlap, once=gather_once),
+                else _gathered(sizes, stages, layout, compute_bytes, overlap=overlap, once=options.gather_once),
                 activations=int(in_flight * tokens * compute_bytes),
                 working=int(at_work * tokens * compute_bytes),
                 head=_head(config, layout, -(-budget // layout.cp), device, compute_bytes, lora) if last else 0,
-                summed=0 if lora else _summed(sizes, stages, layout, compute_bytes, once=gather_once),
+                summed=0 if lora else _summed(sizes, stages, layout, compute_bytes, once=options.gather_once),
             )
         )
     return estimates

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from postlude.layout import Layout, Stage
-from postlude.options import ZERO_BUBBLE, Overlap, check_overlap
+from postlude.options import ZERO_BUBBLE, Overlap
 from postlude.plan.cost import CostModel
 from postlude.plan.forecast import StepForecast, forecast, memory_of
 from postlude.plan.memory import NARROW, STORED
@@ -39,49 +39,49 @@ def search(start: CostModel, gpus: int, batch_tokens: int, *, overlap: Overlap =
     dividing: list[tuple[float, CostModel]] = []  # with a lower bound of what each needs
     counted: dict[tuple[int, int], ModelParameterCount] = {}
     for layout in layouts(start, gpus):
-        microbatches = -(-batch_tokens // (start.budget * layout.dp))
+        microbatches = -(-batch_tokens // (start.options.budget * layout.dp))
         if microbatches < layout.pp:
             continue
         with suppress(ValueError):
-            check_overlap(overlap, pp=layout.pp, vpp=layout.vpp)
+            options = replace(start.options, layout=layout, overlap=overlap)
             start.config.check_layout(layout)
             key = layout.tp, layout.ep
             if key not in counted:
                 counted[key] = count_parameters(start.config, layout, adapters=start.adapters)
-            model = replace(start, layout=layout, microbatches=microbatches, known=counted[key])
+            model = replace(start, options=options, microbatches=microbatches, known=counted[key])
             needed = _weights(model)
             dividing.append((needed, model))
             if needed <= usable:
-                ranked.append((_rough_seconds(model, overlap), len(ranked), model))
+                ranked.append((_rough_seconds(model), len(ranked), model))
     chosen: list[StepForecast] = []
     tried: Counter[tuple[int, ...]] = Counter()
     for _, _, model in sorted(ranked):
         kind = _kind(model.layout)
         if tried[kind] == VARIANTS:
             continue
-        if _peak(model, overlap) <= usable:
+        if _peak(model) <= usable:
             tried[kind] += 1
-            chosen.append(forecast(model, overlap=overlap))
+            chosen.append(forecast(model))
         if len(chosen) == SIMULATED:
             break
     best = sorted(chosen, key=lambda candidate: -candidate.tokens_per_second)
-    min_bytes = math.inf if best else _least_peak(dividing, overlap)
+    min_bytes = math.inf if best else _least_peak(dividing)
     return SearchResult(_distinct(best)[:limit], len(dividing), min_bytes)
 
 
-def _least_peak(bounded: Sequence[tuple[float, CostModel]], overlap: Overlap) -> float:
+def _least_peak(bounded: Sequence[tuple[float, CostModel]]) -> float:
     """Returns the least memory that any of these layouts needs, given a lower bound of each."""
     least = math.inf
     for bound, model in sorted(bounded, key=itemgetter(0)):
         if bound >= least:
             break
-        least = min(least, _peak(model, overlap))
+        least = min(least, _peak(model))
     return least
 
 
-def _peak(model: CostModel, overlap: Overlap) -> float:
+def _peak(model: CostModel) -> float:
     """Returns the bytes that the fullest rank needs."""
-    return max(candidate.total for candidate in memory_of(model, overlap=overlap))
+    return max(candidate.total for candidate in memory_of(model))
 
 
 def _weights(model: CostModel) -> float:
@@ -90,8 +90,8 @@ def _weights(model: CostModel) -> float:
     parameters = model.sizes.stage(Stage())
     trained = model.sizes.trained(Stage())
     gathered = model.compute_bytes * parameters.used + STORED * trained.used if layout.pp > 1 else 0
-    weight_bytes = STORED if model.weights == "fp32" else NARROW
-    training_bytes = STORED * (1 + model.moments)
+    weight_bytes = STORED if model.options.weights == "fp32" else NARROW
+    training_bytes = STORED * (1 + model.options.moments)
     stored = parameters.stored(layout) * (model.compute_bytes if model.adapters else weight_bytes)
     return (stored + training_bytes * trained.stored(layout) + gathered) / layout.pp
 
@@ -123,12 +123,12 @@ def _divisors(number: int, limit: int) -> list[int]:
     ]
 
 
-def _rough_seconds(model: CostModel, overlap: Overlap) -> float:
+def _rough_seconds(model: CostModel) -> float:
     """Returns the seconds per token by a formula: the busiest rank, and a bubble of (pp - 1) / (vpp · microbatches).
 
     With "zero_bubble" a third of the bubble, as if all actions took equally long.
     """
-    layout = model.layout
+    layout, overlap = model.layout, model.options.overlap
     busy = [0.0] * layout.pp
     for (kind, stage), work in model.costs.items():
         exposed = max(0.0, work.exchange - work.compute) if overlap is True else work.exchange

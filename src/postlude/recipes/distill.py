@@ -59,7 +59,7 @@ class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
             if config.teacher_is_base:
                 self.teacher = self.engine.reference()
             else:
-                self.teacher = open_frozen_model(config.teacher, self.engine, config)
+                self.teacher = open_frozen_model(config.teacher, self.engine)
                 check_teacher(config.model, self.engine.config, config.teacher, self.teacher.config, config.top_k)
                 check_teacher_tokens(
                     config.model, self.tokenizer, config.teacher, trust_remote_code=config.trust_remote_code

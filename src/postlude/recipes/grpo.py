@@ -80,7 +80,7 @@ class GRPOTrainer(Trainer):
         self.objective: Objective = build_objective(config.objective)
         with self.close_on_error():
             if config.reference_model is not None:
-                self.reference = open_frozen_model(config.reference_model, self.engine, config)
+                self.reference = open_frozen_model(config.reference_model, self.engine)
             self._open_environment_and_queue()
 
     def _open_environment_and_queue(self) -> None:

@@ -40,20 +40,9 @@ class PPOTrainer(GRPOTrainer):
         super().__init__(config, device, runtime)
         if config.critic.model is not None:
             with self.close_on_error():
-                self.critic = Engine(
-                    config.critic.model,
-                    optimizer=config.critic_optimizer,
-                    budget=config.budget,
-                    compute_dtype=self.engine.compute_dtype,
-                    device=device,
-                    recompute=config.recompute,
-                    fp8=config.fp8,
-                    critic=True,
-                    overlap=config.overlap,
-                    gather_once=config.gather_once,
-                    seed=config.seed,
-                    mesh=self.engine.mesh,
-                )
+                other = self.engine.options.for_other_model()
+                options = replace(other, critic=True, optimizer=config.critic_optimizer)
+                self.critic = Engine(config.critic.model, **vars(options))
 
     @property
     def is_critic_warmup(self) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from typing import Any
 
 from postlude.engine import Engine
-from postlude.recipes.config.settings import TrainingConfig
+from postlude.optimizer import AdamW
 from postlude.recipes.run.directory import RunDirectory, checkpoint_step
 
 REFERENCE = "reference"
@@ -28,14 +29,8 @@ def prune_references(run: RunDirectory, warm_start_steps: int, every: int) -> No
                 shutil.rmtree(path)
 
 
-def open_frozen_model(source: str, policy: Engine, config: TrainingConfig) -> Engine:
+def open_frozen_model(source: str, policy: Engine) -> Engine:
     """Returns a second model in the policy's layout, which is not trained."""
-    return Engine(
-        source,
-        budget=config.budget,
-        compute_dtype=policy.compute_dtype,
-        device=policy.device,
-        fp8=config.fp8,
-        seed=config.seed,
-        mesh=policy.mesh,
-    )
+    options = policy.options.for_other_model()
+    training: dict[str, Any] = {"optimizer": AdamW(), "weights": "fp32", "overlap": False, "gather_once": False}
+    return Engine(source, **vars(options) | training)

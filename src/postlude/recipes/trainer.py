@@ -22,6 +22,7 @@ from postlude.checks import USER_ERRORS
 from postlude.data import Batch
 from postlude.engine import Engine
 from postlude.engine.checkpoint import checkpoint_problem
+from postlude.engine.options import EngineOptions
 from postlude.generate.probe import WeightsDiffer
 from postlude.hf.model_card import ModelCard
 from postlude.objectives import Objective
@@ -120,27 +121,16 @@ class Trainer(ABC):
         torch.manual_seed(config.seed)  # only a user's objective may use the global generator
         self.tokenizer: Any = config.load_tokenizer()
         self.with_mtp_loss = MTPLoss(config.mtp, self.loss_column)
-        self.engine = Engine(
-            model_source(config.model, config.mtp),
-            layout=config.layout,
+        options = EngineOptions.of(
+            config,
             optimizer=optimizer or config.optimizer,
-            budget=config.budget,
             compute_dtype=None if config.dtype is None else getattr(torch, config.dtype),
             device=device,
-            recompute=config.recompute,
-            head=config.head,
             critic=config.has_value_head,
-            overlap=config.overlap,
-            gather_once=config.gather_once,
-            weights=config.weights,
-            fp8=config.fp8,
-            lora=config.lora,
-            selection_bias_rate=config.selection_bias_rate,
-            router_losses=config.router_losses,
-            batch_invariant=config.batch_invariant,
-            seed=config.seed,
             mtp=config.mtp is not None,
+            batch_invariant=config.batch_invariant,
         )
+        self.engine = Engine(model_source(config.model, config.mtp), **vars(options))
         self.limit = sequence_limit(config, self.engine.config)
         self.step = 0
         self.saved_step = 0

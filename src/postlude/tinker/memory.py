@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,10 +24,8 @@ def check_memory(engine: Engine, free: int) -> None:
     """
     estimates = estimate_memory(
         engine.config,
-        engine.layout,
-        budget=engine.budget,
+        replace(engine.options, lora=None),
         compute_bytes=engine.compute_dtype.itemsize,
-        moments=engine.default_optimizer.fp32_per_parameter(),
     )
     trained = max(estimate.lasting for estimate in estimates)
     needed = trained + total_parameters(engine.config) * engine.compute_dtype.itemsize

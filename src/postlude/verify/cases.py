@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from postlude.lora import LoRA
 from postlude.model import ModelConfig
 from postlude.model.blocks import BlockTable
 from postlude.model.routing import Routers
-from postlude.options import Overlap, Recompute
+from postlude.training_options import TrainingOptions
 from postlude.verify.choices import GRID
 
 BUDGET = 32
@@ -30,7 +30,7 @@ FRESH_RANGE = 0.1  # with fresh weights this wide, tokens differ in the outputs
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(TrainingOptions):
     """One comparison. `initializer_range` widens a fresh model's weights, so that tokens differ in its outputs.
 
     `blocks` is a table with your own blocks, by default the built-in one. With `lora` the adapters are trained, and
@@ -38,17 +38,13 @@ class Case:
     """
 
     source: Source
-    layout: Layout
     objective: str = "grpo"
-    recompute: Recompute = "none"
-    overlap: Overlap = False
+    budget: int = field(default=BUDGET, kw_only=True)
     compute_dtype: torch.dtype = torch.float32
     tied: bool | None = None
     initializer_range: float | None = None
-    seed: int = 0
     blocks: BlockTable | None = None
-    lora: LoRA | None = None
-    fp8: bool = False
+    lora: LoRA | None = field(default=None, kw_only=True)
     steps: bool = False
     """Whether optimizer steps are compared too (`verify.steps`): in float32 alone, as ranks store weights in it."""
 

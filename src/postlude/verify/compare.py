@@ -20,6 +20,7 @@ from postlude.engine import Engine
 from postlude.engine.adapters import stream_adapters
 from postlude.engine.layer_metrics import LayerMetrics
 from postlude.engine.normalizer import LossNormalizer
+from postlude.engine.options import EngineOptions
 from postlude.hf.family import map_to_hf
 from postlude.hf.load import load_model
 from postlude.hf.model_source import Recast, Source
@@ -39,7 +40,7 @@ from postlude.verify.adapters import (
     pack_batch,
     randomize_b,
 )
-from postlude.verify.cases import BUDGET, Case, batches
+from postlude.verify.cases import Case, batches
 from postlude.verify.choices import MOST_ROUNDING, OBJECTIVES, ROUNDINGS, TOLERANCES, WIDER
 from postlude.verify.steps import VALUE_HEAD, WithCritic, adapter_weights, steps_in_layout, steps_on_one_rank
 from postlude.world.mesh import Mesh
@@ -175,20 +176,8 @@ def run_in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[st
 
 
 def _engine(case: Case, mesh: Mesh, device: torch.device | str, **options: Any) -> Engine:
-    engine = Engine(
-        _source(case),
-        mesh=mesh,
-        device=device,
-        budget=BUDGET,
-        compute_dtype=case.compute_dtype,
-        recompute=case.recompute,
-        overlap=case.overlap,
-        blocks=case.blocks or BLOCKS,
-        mtp=True,
-        lora=case.lora,
-        fp8=case.fp8,
-        **{"seed": case.seed, **options},
-    )
+    settings = {"compute_dtype": case.compute_dtype, "blocks": case.blocks or BLOCKS, "mtp": True, **options}
+    engine = Engine(_source(case), **vars(EngineOptions.of(case, mesh=mesh, device=device, **settings)))
     randomize_b(engine.parameters.items(), case.seed)
     return engine
 

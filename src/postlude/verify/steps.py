@@ -83,7 +83,7 @@ def steps_in_layout(build: Callable[..., Engine], objective: Objective, batch: B
         dist.barrier()
     results["gradient norm 2"] = _engine_step(second, objective, batch)
     results["top-k"] = torch.cat(second.topk(batch, TOP)[0])
-    if second.critic:
+    if second.options.critic:
         results["values"] = torch.cat(second.values(batch))
     weights = second.stream_weights() if not second.adapters.enabled else stream_adapters(second)
     return results | {name: tensor.cpu() for name, tensor in weights}

@@ -35,7 +35,6 @@ from postlude.model.blocks import BLOCKS
 from postlude.model.fp8 import use_fp8
 from postlude.ops.fp8 import MULTIPLE, check_fp8
 from postlude.ops.kernels.capabilities import why_no_triton
-from postlude.options import check_overlap
 from postlude.plan.memory import MemoryEstimate, estimate_memory, generator_bytes
 from postlude.plan.parameter_count import count_parameters, total_parameters
 from postlude.recipes.checks.objective_trial import try_mtp_processor, try_objective
@@ -59,6 +58,7 @@ from postlude.recipes.run.lock import LOCK, RunLock
 from postlude.recipes.run.loggers import check_loggers
 from postlude.recipes.run.overwrite import check_overwrite, delete_run
 from postlude.recipes.sequence_limit import SequenceLimit, sequence_limit
+from postlude.training_options import TrainingOptions
 
 LOG = logging.getLogger(__name__)
 SAVED_NUMBERS = 3  # of each parameter in a checkpoint: itself and at most two of the optimizer's
@@ -170,7 +170,7 @@ class PreflightInputs:
     def adapters(self) -> Mapping[str, AdapterConfig]:
         """The adapters; none without LoRA. Raises ValueError for targets that the model does not have."""
         family, model = self.model
-        return Adapters(self.config.lora, model, family, BLOCKS, self.config.weights).configs
+        return Adapters(self.config, model, family, BLOCKS).configs
 
     @cached_property
     def memory(self) -> list[MemoryEstimate]:
@@ -182,17 +182,11 @@ class PreflightInputs:
             generator = generator_bytes(self.model[1], self.dtype.itemsize, fp8=fp8)
         estimates = estimate_memory(
             self.model[1],
-            config.layout,
-            budget=config.budget,
+            config,
             compute_bytes=self.dtype.itemsize,
-            moments=config.optimizer.fp32_per_parameter(config.weights),
-            weights=config.weights,
-            recompute=config.recompute,
             frozen=sum(total_parameters(read_model(name)[1]) for name in config.other_models),
             device=self.launch.device,
             mtp=config.mtp is not None,
-            overlap=config.overlap,
-            gather_once=config.gather_once,
             sizes=count_parameters(self.model[1], config.layout, adapters=self.adapters),
         )
         return [replace(estimate, generator=generator) for estimate in estimates]
@@ -343,7 +337,6 @@ def _layout(inputs: PreflightInputs) -> str:
             f"{inputs.launch.ranks}."
         )
     config.check_layout(layout)
-    check_overlap(inputs.config.overlap, pp=layout.pp, vpp=layout.vpp)
     if layout.ep > 1 and not any(block.has_experts for block in config.blocks.values()):
         raise ValueError(f"ep is {layout.ep}, but {inputs.config.model} has no experts to spread. Use ep=1.")
     return f"{layout} on {_ranks(layout.world_size)}"
@@ -358,9 +351,7 @@ def _batch_invariant(inputs: PreflightInputs) -> str:
     config, device = inputs.config, torch.device(inputs.launch.device)
     rollout = getattr(config, "rollout", None)
     keys, quantization = getattr(rollout, "kv_cache_dtype", "auto"), getattr(rollout, "quantization", None)
-    options = {name: getattr(config, name, None) for name in ("lora", "overlap", "fp8")}  # an evaluation has none
-    backend = getattr(getattr(config, "head", None), "backend", None)
-    options |= {"head.backend": backend if backend == "logits" else None}
+    options = config.batch_dependent if isinstance(config, TrainingOptions) else {}
     options |= {"rollout.kv_cache_dtype": None if keys == "auto" else keys, "rollout.quantization": quantization}
     check_batch_invariant(inputs.model[1], getattr(config, "layout", Layout()), options)
     if device.type != "cuda":
@@ -375,12 +366,12 @@ def _batch_invariant(inputs: PreflightInputs) -> str:
 def _fp8(inputs: PreflightInputs) -> str:
     """Describes products in FP8: how they are computed, and which layers stay in the compute dtype."""
     with torch.device("meta"):
-        staying = use_fp8(LanguageModel(inputs.model[1]).blocks, inputs.config.layout.tp)
+        unquantized = use_fp8(LanguageModel(inputs.model[1]).blocks, inputs.config.layout.tp)
     device = torch.device(inputs.launch.device)
     description = check_fp8(device, inputs.dtype) if inputs.launch.on_this_machine else "on the cluster's GPUs"
-    names = ", ".join(staying[:3]) + (f" and {len(staying) - 3} more" if len(staying) > 3 else "")
+    names = ", ".join(unquantized[:3]) + (f" and {len(unquantized) - 3} more" if len(unquantized) > 3 else "")
     return description + (
-        f"; {names} stay in {inputs.dtype}, as a size is no multiple of {MULTIPLE}" if staying else ""
+        f"; {names} stay in {inputs.dtype}, as a size is no multiple of {MULTIPLE}" if unquantized else ""
     )
 
 

@@ -57,6 +57,15 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, protected_namespaces=())
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Puts fields of a dataclass among its bases last, and keeps those that a base config declares otherwise."""
+        fields, own = cls.model_fields, inspect.get_annotations(cls)
+        inherited = {key: field for base in cls.__bases__ for key, field in getattr(base, "model_fields", {}).items()}
+        for name in [name for name in {**inherited, **own, **fields} if name in fields]:
+            field = fields.pop(name)
+            fields[name] = field if name in own else inherited.get(name, field)
+
 
 class InputPath:
     """Marks a field that is a path to read: `path: Annotated[Path, InputPath("path")]`.

@@ -11,13 +11,11 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, Pos
 
 from postlude.checks import NonNegative, Positive
 from postlude.generate.sampling_params import SamplingParams
-from postlude.head import HeadConfig
 from postlude.layout import Layout
 from postlude.lora import LoRA
 from postlude.objectives import Objective, load_objective
 from postlude.optimizer import SGD, AdamW
-from postlude.option_types import LARGEST_SEED
-from postlude.options import Draft, Overlap, Recompute, WeightStorage
+from postlude.options import Draft
 from postlude.recipes.config.environments import EnvironmentSettings
 from postlude.recipes.config.rewards import Code
 from postlude.recipes.config.rollout import NativeRollout, Rollout, SyncSettings
@@ -25,7 +23,7 @@ from postlude.recipes.config.schema import InputPath, Settings, TaggedUnion
 from postlude.recipes.report.metrics import COMPONENTS
 from postlude.recipes.run.loggers import parse_logger
 from postlude.rollout.tasks import SplitBy
-from postlude.router_losses import RouterLosses
+from postlude.training_options import ForwardOptions, TrainingOptions
 
 HELD_OUT_TASKS = 64  # of an evaluation that does not say how many
 ModelSource: TypeAlias = Annotated[str, InputPath("model")]
@@ -245,7 +243,7 @@ def _check_run(run: Any) -> Any:
     return run
 
 
-class RunConfig(Settings):
+class RunConfig(Settings, ForwardOptions):
     """The settings of every recipe."""
 
     model: ModelSource = "tiny-dense"
@@ -257,10 +255,6 @@ class RunConfig(Settings):
     run: Annotated[Path, BeforeValidator(_check_run)] = Path(f"runs/{RUN_NAME}")
     """Run directory, relative to the working directory. A run with the same config is resumed. {name} is the name of
     the config file without its extension or, without a file, of the recipe and the model."""
-    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 0
-    """Random seed."""
-    budget: PositiveInt = 8192
-    """Maximum number of tokens of a microbatch, and so of a sequence."""
     context_length: Annotated[int, Field(ge=2)] | None = None
     """Maximum number of tokens of a sequence, prompt and completion together; none takes what the config of the model
     states. A larger number lets the model read more than that."""
@@ -327,38 +321,15 @@ class MTPSettings(Settings):
     """The context that the processor gets."""
 
 
-class TrainingConfig(RunConfig):
+class TrainingConfig(RunConfig, TrainingOptions):
     """The settings of every recipe that trains."""
 
+    # Fields of `TrainingOptions` whose text form, or type, is a config's own.
     layout: Annotated[Layout, TaggedUnion(Layout)] = Layout()
-    """Parallel layout, such as pp=2,tp=2."""
     optimizer: OptimizerSettings = AdamW()
-    """Optimizer."""
-    weights: WeightStorage = "fp32"
-    """Storage of the weights, where ranks do not share them: "fp32"; "split", bf16 with the other sixteen bits of fp32
-    in the optimizer's state; "rounded", bf16 alone with stochastic rounding."""
-    fp8: bool = False
-    """Multiply tokens and weights inside the blocks in FP8 (e4m3, a scale per row), weight gradients excepted."""
     lora: LoRA | None = None
-    """Low-rank adapters: they are trained, and the model is frozen. None trains all weights."""
-    selection_bias_rate: NonNegative | None = None
-    """Update rate of the selection bias of routers that have one (DeepSeek-V3, GLM, Nemotron-H), towards even load;
-    none takes the model config's, which is 0 for a Hugging Face model."""
-    router_losses: Annotated[RouterLosses, TaggedUnion(RouterLosses)] = RouterLosses()
-    """Auxiliary losses of MoE routers."""
     mtp: MTPSettings | None = None
     """Multi-token prediction besides the objective; none disables it."""
-    head: Annotated[HeadConfig, TaggedUnion(HeadConfig)] = HeadConfig()
-    """Computation of the output head."""
-    recompute: Recompute = "none"
-    """Activations to recompute in the backward instead of keeping them."""
-    overlap: Overlap = False
-    """true interleaves one microbatch's forward with another's backward, which overlaps the experts' all-to-all with
-    compute. It keeps one more microbatch and gathered weights in memory. "zero_bubble" computes weight gradients in the
-    pipeline's bubble."""
-    gather_once: bool = False
-    """Gather sharded weights and reduce gradients once per optimizer step instead of once per microbatch. Each rank
-    then needs memory for all weights and gradients of its stage."""
     save_every: NonNegativeInt = 50
     """Steps between checkpoints; 0 saves only the last one."""
     keep_checkpoints: PositiveInt = 2
@@ -389,6 +360,11 @@ class TrainingConfig(RunConfig):
     def _check_best(self) -> Self:
         if self.export == "best" and self.no_score:
             raise ValueError(f"export is best, but {self.no_score}, so no step has a score. Raise it, or export true.")
+        return self
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        TrainingOptions.of(self)
         return self
 
     @property

@@ -77,7 +77,7 @@ class GenerateBody(Body):
     """The body of POST /generate. `sampling` has the fields, types and defaults of `SamplingParams`."""
 
     prompt: Tokens
-    sampling: _SamplingBody  # type: ignore[valid-type]
+    sampling: _SamplingBody
     first_index: int = 0
     model: str | None = None
 
