@@ -188,7 +188,7 @@ def test_the_cookbook_shows_the_processors_of_the_examples() -> None:
     """Each has at most 25 lines."""
     cookbook = (ROOT / "docs" / "cookbook.md").read_text()
     paths = sorted((ROOT / "examples" / "peers").glob("*.py"))
-    assert len(paths) == 3
+    assert len(paths) == 4
     for path in paths:
         assert f"(../examples/peers/{path.name})\n```python\n{path.read_text()}```" in cookbook
         assert len(path.read_text().splitlines()) <= 25

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -13,11 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from postlude.integrations.megatron import (
-    LogprobsProcessor,
-    MegatronContext,
-    logprobs_output_layer,
-)
+from postlude.integrations.megatron import LogprobsProcessor, MegatronContext, MegatronDepth, OutputHook
 from postlude.ops.linear_logprobs import TokenStats
 from tests.conftest import Ranks
 from tests.equality import assert_equal
@@ -53,6 +50,7 @@ class Config:
     use_mup: bool = False
     mup_output_mult: float = 1.0
     mtp_num_layers: int | None = None
+    mtp_detach_heads: bool = False
     gradient_accumulation_fusion: bool = False
     defer_embedding_wgrad_compute: bool = False
 
@@ -75,7 +73,7 @@ class ColumnParallelLinear(nn.Module):
         self.allreduce_dgrad = size > 1 and not self.sequence_parallel
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None) -> Any:
-        raise AssertionError("the output layer was called: there would be logits")
+        assert len(hidden) == 0, "the output layer was called: there would be logits"
 
 
 class GPTModel(nn.Module):
@@ -326,61 +324,172 @@ def test_settings_that_make_megatron_drop_the_head_gradient_are_refused() -> Non
     assert_equal(model(full.hidden, **arguments).logprob, scored)
 
 
-class WithoutHook(nn.Module):
-    """The end of a Megatron model without `output_processor`, such as HybridModel."""
+class HybridModel(nn.Module):
+    """The end of megatron.core.models.hybrid.HybridModel, given hidden states of trunk and depths [(1 + D) s, b, h]."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, tied: bool = False, post_process: bool = True) -> None:
         super().__init__()
-        self.config, self.post_process = config, True
-        self.output_layer = ColumnParallelLinear(FullTensors().weight, None, config, None)
+        self.config, self.post_process, self.share_embeddings_and_output_weights = config, post_process, tied
+        weight = FullTensors().weight
+        self.embedding = nn.Parameter(weight.clone())
+        self.output_layer = ColumnParallelLinear(None if tied else weight, None, config, None)
+        self.pg_collection = SimpleNamespace(cp="cp group", tp="tp group")
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        logits, _ = self.output_layer(hidden, weight=None, runtime_gather_output=None)
-        return logits.transpose(0, 1).contiguous()
+    def shared_embedding_or_output_weight(self) -> Tensor:
+        return self.embedding
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        raise AssertionError("there would be logits")
+
+    def forward(
+        self,
+        hidden: Tensor,
+        input_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        inference_context: Any = None,
+        *,
+        loss_mask: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        if hidden.shape[-1] != FEATURES:
+            raise ValueError("hidden has other features")
+        return hidden if not self.post_process else hidden.sum()
 
 
-def test_an_output_layer_is_replaced_for_a_call_of_a_model_without_the_hook() -> None:
-    full, model = FullTensors(), WithoutHook(Config())
-    layer, parameters = model.output_layer, dict(model.named_parameters())
+def hooked(config: Config | None = None, **options: Any) -> HybridModel:
+    model = HybridModel(config or Config(), **options)
+    OutputHook(model)
+    return model
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_output_hook_passes_what_gpt_model_does(tied: bool) -> None:
+    full, model, sent = FullTensors(), hooked(tied=tied), {}
+    model(full.hidden, None, full.labels, output_processor=lambda **hook: sent.update(hook) or 0)
+    assert sorted(sent) == sorted(HOOK)
     processor = LogprobsProcessor(vocab_size=REAL, entropy=True, lse=True)
-    with logprobs_output_layer(model, processor, full.targets, temperature=full.temperature):
-        assert dict(model.named_parameters()) == parameters
-        rows = model(full.hidden).unbind(-1)
-    assert model.output_layer is layer
+    context = MegatronContext(temperature=full.temperature)
+    stats = model(
+        full.hidden,
+        labels=full.labels,
+        loss_mask=full.loss_mask,
+        output_processor=processor,
+        output_processor_context=context,
+    )
     expected, (_, weight, _) = full.exact(Case())
+    rows = (stats.logprob, stats.entropy, stats.lse)
     sum((row * up).sum() for row, up in zip(rows, full.upstream, strict=True)).backward()
     for name, actual, exact in zip(("logprob", "entropy", "lse"), rows, expected, strict=True):
         assert_equal(actual, exact, name)
-    assert_equal(layer.weight.grad, weight, "gradient of the weight")
+    assert_equal((model.embedding if tied else model.output_layer.weight).grad, weight, "gradient of the weight")
 
 
-def test_output_layer_is_restored_after_an_error() -> None:
-    full, model = FullTensors(), WithoutHook(Config())
-    layer = model.output_layer
-    with (
-        pytest.raises(ValueError, match=r"call the model without labels"),
-        logprobs_output_layer(model, LogprobsProcessor(), full.labels),
+def test_output_hook_honours_mup() -> None:
+    full, model = FullTensors(), hooked(Config(use_mup=True, mup_output_mult=0.3))
+    stats = model(full.hidden, labels=full.labels, output_processor=LogprobsProcessor())
+    exact = dense(full.hidden.transpose(0, 1), full.weight, full.labels, logit_scale=0.3)[0]
+    assert_equal(stats.logprob, exact)
+
+
+def test_output_hook_leaves_other_calls_as_they_are() -> None:
+    full, model = FullTensors(), HybridModel(Config())
+    hook, arguments = OutputHook(model), {"labels": full.labels, "output_processor": LogprobsProcessor()}
+    assert torch.equal(model(full.hidden), full.hidden.sum())
+    with pytest.raises(ValueError, match=r"other features"):
+        model(full.hidden[..., 1:], **arguments)
+    with pytest.raises(ValueError, match=r"without inference_context"):
+        model(full.hidden, None, full.labels, SimpleNamespace(), output_processor=LogprobsProcessor())
+    with pytest.raises(ValueError, match=r"give the model labels"):
+        model(full.hidden, output_processor=LogprobsProcessor())
+    assert torch.equal(model(full.hidden), full.hidden.sum())
+    model.post_process = False  # another pipeline stage
+    assert torch.equal(model(full.hidden, **arguments), full.hidden)
+    hook.remove()
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'output_processor'"):
+        model(full.hidden, **arguments)
+
+
+@pytest.fixture
+def megatron_mtp(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Megatron's module for MTP. Returns what its `process_mtp_loss` receives; that adds 1 to the hidden states."""
+    received: dict[str, Any] = {}
+
+    def roll_tensor(tensor: Tensor, cp_group: Any, packed_seq_params: Any) -> tuple[Tensor, Tensor]:
+        assert cp_group == "cp group"
+        rolled = tensor.roll(-1, dims=-1)
+        rolled[:, -1] = 0
+        return rolled, rolled.sum()
+
+    def process_mtp_loss(
+        hidden_states: Tensor, labels: Tensor, output_layer: Any, cp_group: Any, tp_group: Any, scale_logits_fn: Any
+    ) -> Tensor:
+        received.update(locals())
+        return hidden_states.chunk(3)[0] + 1
+
+    module = SimpleNamespace(roll_tensor=roll_tensor, process_mtp_loss=process_mtp_loss)
+    for parent in ("megatron", "megatron.core", "megatron.core.transformer"):
+        monkeypatch.setitem(sys.modules, parent, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "megatron.core.transformer.multi_token_prediction", module)
+    return received
+
+
+def test_megatrons_mtp_loss_runs_before_a_processor_without_mtp(megatron_mtp: dict[str, Any]) -> None:
+    full, model = FullTensors(), hooked(Config(mtp_num_layers=2))
+    states = torch.cat([full.hidden, 2 * full.hidden, 3 * full.hidden])
+    stats = model(states, labels=full.labels, output_processor=LogprobsProcessor())
+    assert_equal(stats.logprob, dense(full.hidden.transpose(0, 1) + 1, full.weight, full.labels)[0])
+    assert megatron_mtp["hidden_states"] is states
+    assert megatron_mtp["output_layer"] is model.output_layer
+    assert megatron_mtp["tp_group"] == "tp group"
+
+
+@pytest.mark.usefixtures("megatron_mtp")
+@pytest.mark.parametrize("given", ["labels", "input_ids"])
+def test_a_processor_scores_the_depths(given: str) -> None:
+    """A depth's labels are `depth` further ahead; without labels they come from the tokens, one further still."""
+    full, model = FullTensors(), hooked(Config(mtp_num_layers=2))
+    ahead = 0 if given == "labels" else 1
+    labels = torch.nn.functional.pad(full.labels, (0, 2 + ahead), value=-100)
+    mask = torch.nn.functional.pad(full.loss_mask, (0, 2 + ahead))
+    states = torch.cat([full.hidden, 2 * full.hidden, 3 * full.hidden])
+
+    def processor(*, mtp: tuple[MegatronDepth, ...], **hook: Any) -> list[TokenStats]:
+        return [depth(LogprobsProcessor()) for depth in mtp]
+
+    arguments = {given: full.labels.clamp(min=0)}
+    for depth, stats in enumerate(
+        model(states, loss_mask=full.loss_mask, output_processor=processor, **arguments), start=1
     ):
-        model(full.hidden, full.labels)
-    assert model.output_layer is layer
-    with pytest.raises(AssertionError, match=r"there would be logits"):
-        model(full.hidden, full.labels)
+        window = slice(depth + ahead, depth + ahead + LENGTH)
+        targets = labels.clamp(min=0)[:, window].masked_fill(mask[:, window] == 0, -100)
+        exact = dense((1 + depth) * full.hidden.transpose(0, 1), full.weight, targets)[0]
+        assert_equal(stats.logprob, exact, f"depth {depth}")
 
 
-@pytest.mark.parametrize(
-    ("config", "processor", "message"),
-    [
-        (Config(mtp_num_layers=1), LogprobsProcessor(), r"without MTP"),
-        (Config(use_mup=True, mup_output_mult=0.3), LogprobsProcessor(), r"cannot undo mup_output_mult = 0.3"),
-        (Config(), LogprobsProcessor(topk=2), r"Drop topk and top1"),
-    ],
-    ids=["mtp", "mup", "topk"],
-)
-def test_an_output_layer_that_cannot_be_replaced_is_refused(
-    config: Config, processor: LogprobsProcessor, message: str
-) -> None:
-    with (
-        pytest.raises(ValueError, match=message),
-        logprobs_output_layer(WithoutHook(config), processor, FullTensors().labels),
-    ):
-        pass
+@pytest.mark.usefixtures("megatron_mtp")
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("detach_heads", "stop_head"), [(False, None), (True, None), (True, False), (False, True)])
+def test_head_learns_from_depths_unless_stopped(tied: bool, detach_heads: bool, stop_head: bool | None) -> None:
+    full, model = FullTensors(), hooked(Config(mtp_num_layers=1, mtp_detach_heads=detach_heads), tied=tied)
+
+    def processor(*, mtp: tuple[MegatronDepth, ...], **hook: Any) -> Tensor:
+        return mtp[0](LogprobsProcessor(), stop_head=stop_head).logprob.sum()
+
+    states = torch.cat([full.hidden, full.hidden]).requires_grad_()
+    model(states, labels=full.labels, loss_mask=full.loss_mask, output_processor=processor).backward()
+    weight = model.embedding if tied else model.output_layer.weight
+    stopped = detach_heads if stop_head is None else stop_head
+    assert (weight.grad is None) == stopped
+    assert states.grad is not None
+    assert (states.grad != 0).any(-1).any(-1).tolist() == [False] * LENGTH + [True] * (LENGTH - 1) + [False]
+
+
+def test_a_processor_with_mtp_gets_no_depths_from_a_model_without() -> None:
+    full, model = FullTensors(), hooked()
+
+    def processor(*, mtp: tuple[MegatronDepth, ...], **hook: Any) -> Any:
+        return mtp, LogprobsProcessor()(**hook)
+
+    mtp, stats = model(full.hidden, labels=full.labels, output_processor=processor)
+    assert mtp == ()
+    assert_equal(stats.logprob, dense(full.hidden.transpose(0, 1), full.weight, full.labels)[0])

@@ -109,12 +109,15 @@ def megatron(device: str, *, tp: int = 1, pp: int = 1, ep: int = 1) -> Iterator[
             stack.enter_context(_cpu_in_place_of_cuda())
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import initialize_rng_tracker
+        from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
         stack.enter_context(mock.patch.object(WrappedTorchNorm, "__new__", _layer_norm))
 
         parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
         stack.callback(parallel_state.destroy_model_parallel)
+        stack.callback(MTPLossLoggingHelper.tracker.clear)  # its tensors have the size of the first model's depths
+        MTPLossAutoScaler.set_loss_scale(torch.tensor(1.0))  # a schedule leaves one for its microbatches
         initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
         yield
 
@@ -127,12 +130,16 @@ def gpt_model(device: str, *, tied: bool = False, dtype: torch.dtype = torch.flo
 def unseeded_gpt_model(vocabulary: int, length: int, *, tied: bool, dtype: torch.dtype, **config: Any) -> Any:
     """Returns this rank's part of a GPTModel made of Megatron's modules, without Transformer Engine."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
+    layer = get_gpt_layer_local_spec(num_experts=config.get("num_moe_experts"))
+    transformer = transformer_config(dtype, **{"num_layers": 2, **config})
+    has_mtp = config.get("mtp_num_layers")
     return GPTModel(
-        transformer_config(dtype, **{"num_layers": 2, **config}),
-        get_gpt_layer_local_spec(num_experts=config.get("num_moe_experts")),
+        transformer,
+        layer,
+        mtp_block_spec=get_gpt_mtp_block_spec(transformer, layer, use_transformer_engine=False) if has_mtp else None,
         vocab_size=vocabulary,
         max_sequence_length=length,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -187,6 +194,7 @@ class Inputs:
         self.mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
         self.labels = self.tokens.roll(-1, 1)
         self.upstream = torch.randn(2, batch, length, generator=generator).to(device)  # of logprob and entropy
+        self.loss_mask = (torch.rand(batch, length, generator=generator) > 0.3).float().to(device)
 
     @property
     def model(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,11 @@ MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 64, "mamba_state_dim": 16, "mam
 
 
 def hybrid_model(device: str, pattern: str, *, tied: bool, dtype: torch.dtype, **config: Any) -> Any:
-    """Returns a model with the layers of the pattern: `M` Mamba-2, `*` attention, `-` MLP."""
+    """Returns this rank's part of a model of `M` Mamba-2, `*` attention and `-` MLP layers.
+
+    `|` in the pattern is a pipeline cut, and `/` stands before the layers of each MTP depth.
+    """
+    from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
     from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -31,21 +35,43 @@ def hybrid_model(device: str, pattern: str, *, tied: bool, dtype: torch.dtype, *
         "attention_layer": ModuleSpec(module=TransformerLayer, submodules=attention),
         "mlp_layer": ModuleSpec(module=TransformerLayer, submodules=mlp),
     }
+    trunk, *depths = pattern.split("/")
+    if depths:
+        layers["mtp_block_spec"] = mtp_block()
+        config = {"mtp_num_layers": len(depths), **config}
     if "M" in pattern:
         layers["mamba_layer"] = mamba_layer()
         config = {**MAMBA, "use_mamba_mem_eff_path": False, **config}
     # Its final norm is Transformer Engine's, which needs CUDA.
     with mock.patch("megatron.core.models.hybrid.hybrid_block.TENorm", WrappedTorchNorm):
         model = HybridModel(
-            transformer_config(dtype, num_layers=len(pattern), **config),
+            transformer_config(dtype, num_layers=len(trunk.replace("|", "")), **config),
             ModuleSpec(module=HybridStack, submodules=HybridStackSubmodules(**layers)),
             vocab_size=VOCABULARY,
             max_sequence_length=LENGTH,
             hybrid_layer_pattern=pattern,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
             position_embedding_type="rope",
             share_embeddings_and_output_weights=tied,
         )
     return seeded(model, device, dtype)
+
+
+def mtp_block() -> Any:
+    """Megatron's MTP block for a HybridModel, with modules that need no Transformer Engine."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.transformer.multi_token_prediction import (
+        MultiTokenPredictionBlock,
+        MultiTokenPredictionBlockSubmodules,
+        get_mtp_layer_spec_for_backend,
+    )
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    depth = get_mtp_layer_spec_for_backend(None, LocalSpecProvider())  # its layers are those of the pattern
+    return ModuleSpec(
+        module=MultiTokenPredictionBlock, submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[depth])
+    )
 
 
 def mamba_layer() -> Any:

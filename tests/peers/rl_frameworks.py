@@ -50,13 +50,13 @@ def verl_fused(model: Any, inputs: Inputs, chunk: int) -> Results:
 
 
 def verl_postlude(model: Any, inputs: Inputs, chunk: int) -> Results:
-    output = model(
+    logprob, entropy = model(
         *inputs.model,
         labels=inputs.labels,
         output_processor=verl_output_processor,
         output_processor_context=SimpleNamespace(temperature=TEMPERATURE),
-    )
-    return {"logprob": output.log_probs, "entropy": output.entropy}
+    ).unbind()
+    return {"logprob": logprob, "entropy": entropy}
 
 
 def skyrl_fused(model: Any, inputs: Inputs, chunk: int, backend: str = "torch", entropy: bool = True) -> Results:

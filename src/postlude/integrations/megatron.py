@@ -3,20 +3,19 @@
     model(..., labels=labels, output_processor=LogprobsProcessor(vocab_size=len(tokenizer), entropy=True))
 
 Megatron runs it on the last pipeline stage, after the final norm and after its own MTP loss. HybridModel, MambaModel
-and Megatron before 0.18 have no `output_processor`: there `logprobs_output_layer` replaces the output layer for a call.
+and Megatron before 0.18 have no `output_processor`: `OutputHook` adds it. It also gives processors the MTP depths.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from postlude.ops.collectives import copy_to_group, gather_from_sequence
@@ -24,6 +23,18 @@ from postlude.ops.linear_logprobs import TokenStats, linear_logprobs
 from postlude.ops.linear_logprobs.backends import HeadBackend
 
 BY_HAND = "Call postlude's linear_logprobs in a processor of your own."
+CALL_ARGUMENTS = (
+    "labels",
+    "loss_mask",
+    "input_ids",
+    "position_ids",
+    "attention_mask",
+    "decoder_input",
+    "inference_context",
+    "packed_seq_params",
+    "runtime_gather_output",
+)
+"""The arguments of a model's call that the hook passes on."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +158,8 @@ class LogprobsProcessor:
         vocab_size = rows * size if self.vocab_size is None else self.vocab_size
         if vocab_size > rows * size:
             raise ValueError(f"vocab_size is {vocab_size}, but the output layer has {rows} rows x {size} ranks.")
+        with torch.no_grad():  # no rows: runs the layer's hooks, in which Megatron's DDP waits for the gathered weight
+            layer(hidden[:0], weight=weight, runtime_gather_output=False)
         if size > 1:
             gather = gather_from_sequence if layer.sequence_parallel else copy_to_group
             hidden = gather(hidden, group)  # [s, b, h]
@@ -179,81 +192,127 @@ class LogprobsProcessor:
         return targets
 
 
-@contextmanager
-def logprobs_output_layer(
-    model: Any, processor: LogprobsProcessor, targets: Tensor, *, temperature: float | Tensor | None = None
-) -> Iterator[None]:
-    """Makes the model return [b, s, n] instead of logits inside the block, if it is called without labels.
+@dataclass(frozen=True)
+class MegatronDepth:
+    """One multi-token-prediction depth of a call, to be scored by a processor."""
 
-    The first of the n is the log-prob of each target; entropy and lse follow if `processor` requests them.
+    labels: Tensor  # [b, s]: the token that the depth predicts at each position
+    loss_mask: Tensor  # [b, s]: 0 where there is no such token
+    hook: Mapping[str, Any]  # the hook's arguments, with the depth's hidden states
 
-        with logprobs_output_layer(model, LogprobsProcessor(entropy=True), targets=labels):
-            output = model(tokens, position_ids, attention_mask)
-        logprob, entropy = output.unbind(-1)
+    def __call__(self, processor: Callable[..., Any], context: Any = None, *, stop_head: bool | None = None) -> Any:
+        """Returns what `processor` returns for the depth.
 
-    For Megatron models without `output_processor`. Another module, with the same parameters under the same names,
-    replaces `model.output_layer` until the end of the block, also after an error; no method is replaced. The backward
-    pass may run outside. On a pipeline stage without an output layer nothing changes.
+        With `stop_head` no gradient reaches the head's weight. Default: as in Megatron's loss, `mtp_detach_heads`.
+        """
+        hook = dict(self.hook)
+        if getattr(hook["config"], "mtp_detach_heads", False) if stop_head is None else stop_head:
+            weight = hook["output_weight"]
+            hook["output_weight"] = (hook["output_layer"].weight if weight is None else weight).detach()
+        return processor(labels=self.labels, loss_mask=self.loss_mask, context=context, **hook)
 
-    Args:
-        model: a GPTModel, HybridModel or MambaModel: what DDP and Float16Module wrap, not the wrapper.
-        processor: with `returns="tensor"` or without topk and top1. Its `use_loss_mask` has no mask to use.
-        targets: [b, s] with Megatron's shift: entry i is the token after position i, or `ignore_index`.
-        temperature: a number or [b, s], instead of the processor's.
+
+class OutputHook:
+    """Adds the arguments `output_processor` and `output_processor_context` to a Megatron model's call.
+
+        OutputHook(model)  # a HybridModel, MambaModel or GPTModel: what DDP and Float16Module wrap, not the wrapper
+        stats = model(tokens, position_ids, mask, labels=labels, output_processor=LogprobsProcessor(entropy=True))
+
+    The processor gets what GPTModel passes to its hook, `decoder_input` only if the caller passed it, and its result is
+    the model's output. Megatron's own MTP loss runs before it, as in GPTModel. If the processor has a parameter `mtp`,
+    that loss does not run: `mtp` is a tuple with an `MegatronDepth` for each depth, and the processor returns what is
+    trained of them. With `mtp_detach_heads` in Megatron's config their gradient stops at the trunk and the embedding.
+
+    The two are torch's forward hooks; `remove()` takes them off. During a call with a processor the model's
+    `post_process` is False, so that its forward ends before the output layer. Calls without one are unchanged.
     """
-    layer = getattr(model, "output_layer", None)
-    if layer is None or not model.post_process:
-        yield
-        return
-    if processor.topk or processor.top1:
-        raise ValueError("logprobs_output_layer returns logprob, entropy and lse alone. Drop topk and top1.")
-    if getattr(model.config, "mtp_num_layers", None):
-        raise ValueError("logprobs_output_layer needs a model without MTP, whose loss also calls the output layer.")
-    if getattr(model.config, "use_mup", False) and model.config.mup_output_mult != 1.0:
-        raise ValueError(
-            f"logprobs_output_layer cannot undo mup_output_mult = {model.config.mup_output_mult}, by which the model "
-            f"multiplies what its output layer returns. {BY_HAND}"
+
+    def __init__(self, model: Any) -> None:
+        self._call: tuple[Callable[..., Any], Any, Mapping[str, Any]] | None = None
+        self._handles = (
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, prepend=True, with_kwargs=True, always_call=True),
         )
-    check = model.register_forward_pre_hook(_refuse_labels, with_kwargs=True)
-    model.output_layer = _LogprobsLayer(layer, processor, targets, temperature, model.config)
-    try:
-        yield
-    finally:
-        model.output_layer = layer
-        check.remove()
+
+    def remove(self) -> None:
+        """Takes the hook off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        processor = kwargs.pop("output_processor", None)
+        context = kwargs.pop("output_processor_context", None)
+        if processor is not None and model.post_process:
+            call = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+            if any(call.get(name) is not None for name in ("inference_context", "inference_params")):
+                raise ValueError("OutputHook is for training and scoring: call the model without inference_context.")
+            model.post_process, self._call = False, (processor, context, call)
+        return args, kwargs
+
+    def _after(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor | None) -> Any:
+        if self._call is None:
+            return None  # torch then keeps the model's output
+        (processor, context, call), self._call, model.post_process = self._call, None, True
+        if hidden is None:  # the forward raised an error
+            return None
+        hook = _hook_arguments(model, call)
+        takes_mtp = "mtp" in inspect.signature(processor).parameters
+        mtp: tuple[MegatronDepth, ...] = ()
+        if count := getattr(model.config, "mtp_num_layers", None):
+            if takes_mtp:
+                hidden, *depth_states = hidden.chunk(1 + count)
+                mtp = tuple(_mtp_depths(model, hook, depth_states))
+            else:
+                hidden = _with_mtp_loss(model, hook, hidden)
+        if takes_mtp:
+            hook["mtp"] = mtp
+        return processor(hidden_states=hidden, context=context, **hook)
 
 
-def _refuse_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    for name in ("labels", "inference_context", "runtime_gather_output"):
-        if arguments.get(name) is not None:
-            raise ValueError(f"Inside logprobs_output_layer call the model without {name}: it returns no logits.")
+def _hook_arguments(model: Any, call: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the hook's arguments but for hidden_states and context, from the arguments of a model's call."""
+    config = model.config
+    scale = config.mup_output_mult if getattr(config, "use_mup", False) else 1.0
+    return {
+        "output_layer": model.output_layer,
+        "output_weight": (
+            model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+        ),
+        **{name: call.get(name) for name in CALL_ARGUMENTS},
+        "compute_language_model_loss": model.compute_language_model_loss,
+        "scale_logits": lambda logits: logits * scale,
+        "config": config,
+    }
 
 
-class _LogprobsLayer(nn.Module):
-    """Has an output layer's place and parameters, and returns [s, b, n] results where that returned logits."""
+def _mtp_depths(model: Any, hook: Mapping[str, Any], depth_states: Sequence[Tensor]) -> Iterator[MegatronDepth]:
+    """Yields each depth with labels and mask shifted by Megatron, as for its own MTP loss."""
+    from megatron.core.transformer.multi_token_prediction import roll_tensor
 
-    def __init__(
-        self,
-        layer: Any,
-        processor: LogprobsProcessor,
-        targets: Tensor,
-        temperature: float | Tensor | None,
-        config: Any,
-    ) -> None:
-        super().__init__()
-        for name, parameter in layer.named_parameters(recurse=False):
-            self.register_parameter(name, parameter)
-        self._arguments = (layer, processor, targets, temperature, config)
+    def shift(tensor: Tensor) -> Tensor:
+        rolled, _ = roll_tensor(tensor, cp_group=model.pg_collection.cp, packed_seq_params=hook["packed_seq_params"])
+        return cast("Tensor", rolled)
 
-    def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
-        """As a ColumnParallelLinear's: [s, b, h] -> [s, b, n] and no bias."""
-        layer, processor, targets, temperature, config = self._arguments
-        stats = processor._score(
-            hidden, layer, layer.weight if weight is None else weight, targets, temperature, 1.0, config
-        )
-        rows = [stats.logprob, *(row for row in (stats.entropy, stats.lse) if row is not None)]
-        return torch.stack(rows, dim=-1), None
+    labels, mask = hook["labels"], hook["loss_mask"]
+    if mask is None:
+        mask = torch.ones_like(hook["input_ids"] if labels is None else labels)
+    if labels is None:
+        labels, mask = shift(hook["input_ids"]), shift(mask)
+    for hidden in depth_states:
+        labels, mask = shift(labels), shift(mask)
+        others = {name: value for name, value in hook.items() if name not in ("labels", "loss_mask")}
+        yield MegatronDepth(labels, mask, {**others, "hidden_states": hidden})
+
+
+def _with_mtp_loss(model: Any, hook: Mapping[str, Any], hidden: Tensor) -> Tensor:
+    """Returns the trunk's hidden states, in whose backward pass Megatron adds the gradient of its own MTP loss."""
+    from megatron.core.transformer.multi_token_prediction import process_mtp_loss
+
+    groups = model.pg_collection
+    known = {"is_training": model.training, "cp_group": groups.cp, "tp_group": groups.tp, "hidden_states": hidden}
+    values = {**hook, **known, "scale_logits_fn": hook["scale_logits"]}
+    names = inspect.signature(process_mtp_loss).parameters  # tp_group and input_ids are newer than the others
+    return cast("Tensor", process_mtp_loss(**{name: values[name] for name in names}))
 
 
 def _scale_of(scale_logits: Callable[[Tensor], Tensor]) -> float:
