@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
 import random
@@ -17,8 +19,7 @@ import numpy as np
 import pytest
 
 from postlude.recipes.report import page as report
-from postlude.recipes.report.charts import Ruler
-from postlude.recipes.report.data import Series, downsample, smooth
+from postlude.recipes.report.data import Series, thin
 from postlude.recipes.report.formatting import format_number
 from postlude.recipes.report.page import write_report
 from postlude.recipes.run.directory import ReadOnlyRun, RunDirectory, Sample, open_run
@@ -44,6 +45,7 @@ WORDS = [
     "=",
     "+",
 ]
+HERE = Path(report.__file__).parent
 EVIL = "</script><script>alert('x')</script><img src=https://example.com/x onerror=alert(1)>"
 
 
@@ -155,7 +157,16 @@ def test_every_metric_has_its_curve(tmp_path: Path) -> None:
     numbers = {key for line in lines for key, value in line.items() if isinstance(value, float)}
     assert {key for key in numbers if not key.startswith("time/")} == set(page.curves)
     assert len(page.curves) == len(set(page.curves))
-    for words in ("Reward", "More", "Where the time went", "rollout", "Distributions", "lengths", "optimizer.lr"):
+    for words in (
+        "Reward",
+        "Policy gradient",
+        "Other",
+        "Where the time went",
+        "rollout",
+        "Distributions",
+        "lengths",
+        "optimizer.lr",
+    ):
         assert words in page.text
     assert "best" in page.text
     assert "worst" in page.text
@@ -179,20 +190,14 @@ def test_expert_load_is_a_heat_map_per_layer(tmp_path: Path) -> None:
     target = write_report([expert_run(tmp_path / "run")], tmp_path)
     page, text = Page(target), target.read_text()
     assert page.curves == ["loss", "moe/load_max_over_mean"], "layers are rows of a map, and no curves"
-    figures = dict(re.findall(r'data-heat="(.*?)"(.*?)</figure>', text, re.DOTALL))
-    assert list(figures) == ["moe/load_max_over_mean", "moe/layer_00/load", "moe/mtp_1_layer_00/load"]
-    even, idle = figures["moe/layer_00/load"], figures["moe/mtp_1_layer_00/load"]
-    rows = "".join(f"M0 {row}h4" for row in range(4))
-    assert re.findall(r'<path( class="idle")?[^>]* d="(.*?)"', even) == [("", rows)], "one shade, four steps each"
-    assert re.findall(r'<path( class="idle")?[^>]* d="(.*?)"', idle) == [
-        (' class="idle"', "M0 1h4M0 2h4M0 3h4"),
-        ("", "M0 0h4"),
-    ]
-    assert "most: 0, 4 times the mean\n3 of 4 without any" in idle
-    assert re.findall(r' d="(.*?)"', figures["moe/load_max_over_mean"]) == ["M0 0h4", "M0 1h4"], (
-        "two layers, two shades"
-    )
-    assert "Load of the busiest expert" in figures["moe/load_max_over_mean"]
+    keys = ["moe/load_max_over_mean", "moe/layer_00/load", "moe/mtp_1_layer_00/load"]
+    assert re.findall('data-heat="(.*?)"', text) == keys
+    worst, even, idle = ((chart,) for key in keys for (chart,) in [charts(text, key, "heat")])
+    assert even[0]["rows"] == ["5555"] * 4, "one shade, four steps each"
+    assert idle[0]["rows"] == ["9999", "0000", "0000", "0000"]
+    assert idle[0]["tips"] == ["most: 0, 4 times the mean\n3 of 4 without any"] * 4
+    assert (worst[0]["rows"], worst[0]["names"]) == (["1111", "9999"], ["00", "mtp 1 00"]), "two layers, two shades"
+    assert page.text.count("Load of the busiest expert") == 2
 
 
 def test_heat_maps_of_a_large_model_stay_small(tmp_path: Path) -> None:
@@ -205,13 +210,16 @@ def test_heat_maps_of_a_large_model_stay_small(tmp_path: Path) -> None:
     )
     target = write_report([run], tmp_path)
     assert target.stat().st_size < 2_000_000
-    assert target.read_text().count('viewBox="0 0 6 256"') == 60, "fewer columns, all experts"
+    maps = [chart for chart in every_chart(target.read_text())["charts"] if len(chart.get("rows", [])) == 256]
+    assert len(maps) == 60
+    assert {len(row) for chart in maps for row in chart["rows"]} == {6}, "fewer columns, all experts"
 
 
 def test_runs_without_experts_or_without_the_file_have_no_heat_maps(tmp_path: Path) -> None:
     dense = example_run(tmp_path / "dense", steps=3)
     assert not (dense / "layers.jsonl").exists()
-    assert "data-heat" not in write_report([dense], tmp_path / "dense.html").read_text()
+    heats = re.findall('data-heat="(.*?)"', write_report([dense], tmp_path / "dense.html").read_text())
+    assert heats == ["rewards", "lengths"]
     old = expert_run(tmp_path / "old")
     (old / "layers.jsonl").unlink()
     assert re.findall('data-heat="(.*?)"', write_report([old], tmp_path).read_text()) == ["moe/load_max_over_mean"]
@@ -219,17 +227,88 @@ def test_runs_without_experts_or_without_the_file_have_no_heat_maps(tmp_path: Pa
 
 def test_report_is_one_file_without_external_resources(tmp_path: Path) -> None:
     target = write_report([example_run(tmp_path / "run", steps=20)], tmp_path / "report.html")
-    page = Page(target)
+    page, text = Page(target), target.read_text()
     assert page.links == []
     assert not {"link", "iframe", "object", "embed", "img", "base"} & set(page.tags)
-    assert not re.search(r"url\(|@import|\bfetch\(|XMLHttpRequest|https?://", target.read_text())
-    assert "default-src 'none'" in target.read_text()
+    library = (HERE / "uplot/uPlot.min.js").read_text()
+    assert library in text
+    assert (HERE / "uplot/LICENSE").read_text() in text, "the licence asks to be in every copy"
+    assert not re.search(r"url\(|@import|\bfetch\(|XMLHttpRequest|https?://", text.replace(library, ""))
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to read the script")
-def test_report_script_is_valid_javascript() -> None:
-    script = Path(report.__file__).with_suffix(".js")
-    subprocess.run(["node", "--check", str(script)], check=True, capture_output=True, timeout=300)
+def test_only_the_scripts_of_the_report_may_run(tmp_path: Path) -> None:
+    text = write_report([example_run(tmp_path / "run", steps=3)], tmp_path / "report.html").read_text()
+    policy = re.search('http-equiv="Content-Security-Policy" content="(.*?)"', text)
+    (code,) = re.findall("<script>(.*?)</script>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    assert policy is not None
+    rules = dict(rule.split(" ", 1) for rule in policy[1].split("; "))
+    assert (rules["default-src"], rules["script-src"]) == ("'none'", f"'sha256-{digest}'")
+
+
+def evaluated(expression: str) -> Any:
+    """Returns the value of an expression with the functions of `numbers.js`."""
+    code = f"{(HERE / 'numbers.js').read_text()}\nconsole.log(JSON.stringify({expression}))"
+    done = subprocess.run(["node", "-e", code], check=True, capture_output=True, timeout=300, text=True)
+    return json.loads(done.stdout)
+
+
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the script")
+
+
+@needs_node
+def test_report_script_is_valid_javascript(tmp_path: Path) -> None:
+    code = tmp_path / "report.js"
+    code.write_text("".join((HERE / name).read_text() for name in ("uplot/uPlot.min.js", "numbers.js", "page.js")))
+    subprocess.run(["node", "--check", str(code)], check=True, capture_output=True, timeout=300)
+
+
+@needs_node
+def test_charts_format_numbers_as_python_does() -> None:
+    numbers = [0, 1, -1.5, 0.123456, 9.9e-4, -3.21e-10, 1234.56, 12345.6, -9_999_999, 1e7, 2.5e300]
+    assert evaluated(f"{numbers}.map(formatNumber)") == [format_number(number) for number in numbers]
+
+
+@needs_node
+def test_tick_labels_are_distinct_and_short() -> None:
+    axes = [
+        [start + step * count for count in range(6)]
+        for step in (1e-9, 1e-7, 2.5e-4, 0.01, 0.25, 1, 2.5, 5, 250, 2000, 2.5e6, 1e12)
+        for start in (0, step, 40 * step, -3 * step, 1000 * step)
+    ]
+    labels = evaluated(f"{axes}.map(ticks => ticks.map(tick => tickLabel(tick, ticks[1] - ticks[0])))")
+    assert [len(set(texts)) for texts in labels] == [6] * len(axes)
+    assert max(len(text) for texts in labels for text in texts) <= 10
+    expected = [["0", "0.25", "0.5"], ["2.5", "5", "7.5"], ["12.5k", "15k", "17.5k"], ["1e-4", "1.5e-4", "2e-4"]]
+    ticks = [[0, 0.25, 0.5], [2.5, 5, 7.5], [12_500, 15_000, 17_500], [1e-4, 1.5e-4, 2e-4]]
+    actual = evaluated(f"{ticks}.map(ticks => ticks.map(tick => tickLabel(tick, ticks[1] - ticks[0])))")
+    assert [[text.replace("e-0", "e-") for text in texts] for texts in actual] == expected
+
+
+@needs_node
+@pytest.mark.parametrize(("low", "high"), [(1, 1.2), (0.3, 1.1), (2e-7, 3e-4), (1e-300, 1e300)])
+def test_logarithmic_ticks_are_few_and_within_the_range(low: float, high: float) -> None:
+    ticks = evaluated(f"logTicks({low}, {high})")
+    assert 2 <= len(ticks) <= 9
+    assert all(low <= tick <= high * (1 + 1e-9) for tick in ticks)
+
+
+@needs_node
+def test_value_axes_leave_out_outliers_alone() -> None:
+    values = [index / 100 for index in range(100)]
+    assert evaluated(f"valueRange({values})") == pytest.approx([-0.0495, 1.0395])
+    low, high = evaluated(f"valueRange({[*values, 1e6]})")
+    assert low < 0
+    assert 0.99 < high < 1.5
+    assert [evaluated(f"valueRange({equal})") for equal in ([0], [3, 3], [])] == [[0, 1], [0, 3.75], None]
+
+
+@needs_node
+def test_smoothing_removes_noise_and_keeps_other_values() -> None:
+    noisy = [step / 1000 + (0.5 if step % 2 else -0.5) for step in range(1000)]
+    assert evaluated(f"[isNoisy({noisy}), isNoisy({sorted(noisy)}), isNoisy({noisy[:19]})]") == [True, False, False]
+    calm = evaluated(f"runningMean({noisy}, 0.05)")
+    np.testing.assert_allclose(calm[30:-30], np.arange(30, 970) / 1000, atol=0.02)
 
 
 def test_logged_text_is_escaped(tmp_path: Path) -> None:
@@ -269,10 +348,9 @@ def test_two_runs_are_drawn_in_the_same_charts(tmp_path: Path) -> None:
     page = Page(target)
     assert target == tmp_path / "report.html"
     assert page.curves.count("reward_mean") == 1
-    (plot,) = plots(target.read_text(), "reward_mean")
-    runs = plot["runs"]
-    assert [run["run"] for run in runs] == [0, 1]
-    assert [run["steps"][-1] for run in runs] == [30, 50]
+    (chart,) = charts(target.read_text(), "reward_mean")
+    assert [series["run"] for series in chart["series"]] == [0, 1]
+    assert [series["steps"][-1] for series in chart["series"]] == [30, 50]
     assert str(first) in page.text
     assert str(second) in page.text
     assert target.read_text().count('type="checkbox"') == 2
@@ -284,10 +362,10 @@ def test_two_runs_are_drawn_in_the_same_charts(tmp_path: Path) -> None:
 def test_hover_shows_the_values_that_were_logged(tmp_path: Path) -> None:
     run = example_run(tmp_path / "run", steps=30)
     text = write_report([run], tmp_path / "report.html").read_text()
-    ((run_data,),) = (plot["runs"] for plot in plots(text, "entropy"))
+    (chart,) = charts(text, "entropy")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert run_data["steps"] == [line["step"] for line in lines]
-    assert run_data["values"] == [format_number(line["entropy"]) for line in lines]
+    assert chart["series"][0]["steps"] == [line["step"] for line in lines]
+    assert chart["series"][0]["values"] == pytest.approx([line["entropy"] for line in lines], rel=1e-7)
     assert (
         f'<span class="now">{format_number(lines[0]["entropy"])} → {format_number(lines[-1]["entropy"])}</span>' in text
     )
@@ -308,47 +386,48 @@ def two_phases(directory: Path, warm: int = 4, steps: int = 6) -> Path:
     return directory
 
 
-def plots(page: str, key: str) -> list[Any]:
-    data = re.search(rf'data-curve="{key}".*?<script type="application/json">(.*?)</script>', page, re.DOTALL)
+def every_chart(page: str) -> Any:
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page)
     assert data is not None
-    plot_data: list[Any] = json.loads(data[1])
-    return plot_data
+    return json.loads(data[1])
+
+
+def charts(page: str, key: str, kind: str = "curve") -> list[Any]:
+    """Returns what each figure of a metric draws, with lists of steps in place of their indices."""
+    data = every_chart(page)
+    indices = re.findall(rf'data-{kind}="{key}".*?data-chart="(\d+)"', page, re.DOTALL)
+    drawn = [data["charts"][int(index)] for index in indices]
+    for series in (series for chart in drawn for series in chart.get("series", [])):
+        series["steps"] = data["steps"][series["steps"]]
+    return drawn
 
 
 def test_losses_of_two_phases_are_not_joined_by_a_line(tmp_path: Path) -> None:
     page = write_report([two_phases(tmp_path / "run")], tmp_path).read_text()
-    warm, main = plots(page, "loss")
-    assert warm["runs"][0]["steps"] == [1, 2, 3, 4]
-    assert main["runs"][0]["steps"] == [5, 6, 7, 8, 9, 10]
-    assert main["x"][0] > warm["x"][1], "side by side"
-    places = main["runs"][0]["places"]
-    assert max(places) - min(places) > 100, "small losses have an axis of their own"
-    assert [len(plots(page, key)) for key in ("eval/reward_mean", "reward_mean", "lr")] == [1, 1, 2]
+    warm, main = charts(page, "loss")
+    assert [series["steps"] for series in warm["series"]] == [[1, 2, 3, 4]]
+    assert [series["steps"] for series in main["series"]] == [[5, 6, 7, 8, 9, 10]]
+    assert [len(charts(page, key)) for key in ("eval/reward_mean", "reward_mean", "lr")] == [1, 1, 2]
 
 
 def test_phases_are_bands_behind_curves_that_span_them(tmp_path: Path) -> None:
     page = write_report([two_phases(tmp_path / "run")], tmp_path).read_text()
-    figure = page[page.index('data-curve="eval/reward_mean"') :].split("</figure>")[0]
-    assert figure.count('class="band') == 2
-    assert figure.count("<path") == 1, "one line through both"
+    (chart,) = charts(page, "eval/reward_mean")
+    assert chart["bands"] == [["sft", 1, 4], ["grpo", 5, 10]]
+    assert len(chart["series"]) == 1, "one line through both"
     other_run = two_phases(tmp_path / "other", warm=2)
-    comparison = write_report([tmp_path / "run", other_run], tmp_path).read_text()
-    figure = comparison[comparison.index('data-curve="eval/reward_mean"') :].split("</figure>")[0]
-    assert 'class="band' not in figure, "these two have other phases at the same step"
+    (chart,) = charts(write_report([tmp_path / "run", other_run], tmp_path).read_text(), "eval/reward_mean")
+    assert chart["bands"] == [], "these two have other phases at the same step"
 
 
-def test_tick_labels_are_distinct(tmp_path: Path) -> None:
+def test_values_that_differ_little_stay_distinct(tmp_path: Path) -> None:
+    close = {"a": 1000 + 1e-4, "b": 1e-9, "c": 123456.0, "d": 0.99999 + 1e-7, "e": 1e7}
     with RunDirectory(tmp_path) as run:
-        for step in range(1, 6):
-            close = {"a": 1000 + 1e-4 * step, "b": 1e-9 * step, "c": 123456.0 + step, "d": 0.99999 + 1e-7 * step}
-            run.log(step, close | {"e": 1e7 * step, "f": 3.0}, phase="sft")
+        for step, factor in enumerate((1.0, 1.0000005), start=1):
+            run.log(step, {name: value * factor for name, value in close.items()}, phase="sft")
     page = write_report([tmp_path], tmp_path).read_text()
-    axes = re.findall(r"<g>(.*?)<svg", page)
-    assert len(axes) == 6
-    for axis in axes:
-        for anchor in ("end", "middle"):
-            labels = re.findall(rf'text-anchor="{anchor}">(.*?)<', axis)
-            assert len(labels) == len(set(labels)), labels
+    for name in close:
+        assert len(set(charts(page, name)[0]["series"][0]["values"])) == 2
 
 
 def test_an_evaluation_has_no_curves(tmp_path: Path) -> None:
@@ -438,7 +517,7 @@ def test_unusual_runs_are_drawn(tmp_path: Path, name: str) -> None:
     page = Page(target)
     logged = {key for _, metrics in ODD[name] for key, value in metrics.items() if isinstance(value, int | float)}
     assert logged <= set(page.curves)
-    assert not re.search(r'[dxy12]="[^"]*(nan|inf)', target.read_text())
+    every_chart(target.read_text())
 
 
 def test_long_completions_are_truncated(tmp_path: Path) -> None:
@@ -456,34 +535,18 @@ def test_long_completions_are_truncated(tmp_path: Path) -> None:
     assert " 49999" in text
 
 
-def test_thinning_keeps_every_extreme() -> None:
-    values = np.random.default_rng(0).normal(size=9_999)
+def test_thinning_keeps_every_extreme_and_the_means() -> None:
+    values = np.random.default_rng(0).normal(size=10_000)
     values[[17, 5000, 9_998]] = [50.0, -50.0, 70.0]
-    series = Series(np.arange(9_999, dtype=float), values)
-    thinned = downsample(series, 500)
-    assert len(thinned.values) <= 500
-    assert {50.0, -50.0, 70.0} <= set(thinned.values.tolist())
-    assert (np.diff(thinned.steps) > 0).all()
-    assert downsample(series, 9_999) is series
-
-
-def test_smoothing_removes_noise_and_keeps_other_values() -> None:
-    steps = np.arange(1000, dtype=float)
-    noisy = steps / 1000 + np.where(steps % 2, 0.5, -0.5)
-    actual = smooth(Series(steps, noisy), 150)
-    assert actual is not None
-    assert len(actual.steps) <= 150
-    inner = slice(10, -10)
-    np.testing.assert_allclose(actual.values[inner], actual.steps[inner] / 1000, atol=0.02)
-    assert smooth(Series(steps, steps), 150) is None
-    assert smooth(Series(steps[:39], noisy[:39]), 150) is None
-
-
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (-3.7, 12.2), (1e-9, 4e-9), (5, 5), (0, 1e300)])
-def test_ticks_are_few_and_within_the_range(low: float, high: float) -> None:
-    ticks = Ruler(low, high, 0, 100).ticks(4)
-    assert 1 <= len(ticks) <= 9
-    assert all(low - 1e-9 * abs(high) <= tick <= high + 1e-9 * abs(high) for tick in ticks)
+    series = Series(np.arange(10_000, dtype=float), values)
+    extremes, means = thin(series, 500)
+    assert len(extremes.values) <= 500
+    assert {50.0, -50.0, 70.0} <= set(extremes.values.tolist())
+    assert (np.diff(extremes.steps) > 0).all()
+    assert means is not None
+    np.testing.assert_allclose(means.values, values.reshape(250, 40).mean(1))
+    np.testing.assert_equal(means.steps, np.arange(250) * 40 + 20)
+    assert thin(series, 10_000) == (series, None)
 
 
 def test_read_only_run_logs_nothing(tmp_path: Path) -> None:

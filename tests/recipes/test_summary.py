@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from postlude.recipes.report.finish import print_summary
-from postlude.recipes.report.formatting import format_number, format_share, tick_labels
+from postlude.recipes.report.formatting import format_number, format_share
 from postlude.recipes.report.live import LiveView
 from postlude.recipes.report.metrics import explain, glossary, known_metrics, title
 from postlude.recipes.report.page import write_report
@@ -166,24 +164,6 @@ def test_live_view_uses_the_names_of_the_summary() -> None:
     with LiveView(8, console=Console(file=out, width=100), unit="task") as live:
         live.update(4, {"accuracy": 0.75, "loss": 0.5})
     assert out.getvalue().startswith("task 4/8  accuracy 0.75  loss 0.5  eta")
-
-
-@given(
-    st.floats(-1e12, 1e12),
-    st.integers(2, 8),
-    st.builds(lambda digit, power: digit * 10.0**power, st.sampled_from((1, 2, 5)), st.integers(-9, 9)),
-)
-def test_tick_labels_are_unique(start: float, count: int, width: float) -> None:
-    values = [(round(start / width) + index) * width for index in range(count)]
-    if len(set(values)) == count:
-        assert len(set(tick_labels(values))) == count
-
-
-def test_tick_labels_have_minimal_length() -> None:
-    assert tick_labels([0.0, 0.5, 1.0]) == ["0", "0.5", "1"]
-    assert tick_labels([1000.001, 1000.002]) == ["1000.001", "1000.002"]
-    assert tick_labels([5000, 10_000, 15_000]) == ["5000", "10k", "15k"]
-    assert tick_labels([1e-4, 1.5e-4]) == ["1.0e-4", "1.5e-4"]
 
 
 def test_fractions_are_not_rounded_to_0_or_100_percent() -> None:

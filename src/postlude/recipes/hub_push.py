@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 
 from postlude.data.hub import failure_reason
-from postlude.recipes.report.console import RunConsole
+from postlude.recipes.report.live import RunConsole
 
 LOG = logging.getLogger("postlude")
 

@@ -18,8 +18,6 @@ from postlude.recipes.report.summary import RunSummary, read_summary
 from postlude.recipes.run.directory import read_config, read_layers, read_metrics, read_record, read_samples
 from postlude.recipes.run.loggers import dotted
 
-SMOOTHED_FROM = 40  # values; shorter series are not smoothed
-CALM = 3.0  # total variation over range, below which a series is smooth already
 Floats = NDArray[np.float64]
 
 
@@ -88,7 +86,9 @@ def _read(path: Path, name: str) -> RunData:
     numbers: dict[str, dict[str, dict[int, float]]] = {}
     lists: dict[str, dict[int, Floats]] = {}
     bands: list[Band] = []
-    for line in read_metrics(path):
+    lines = read_metrics(path)
+    summary = read_summary(path, lines)
+    for line in lines:
         step = line.pop("step")
         phase = str(line.pop("phase", ""))
         if step > 0:  # the evaluation before the first step has no phase
@@ -118,7 +118,7 @@ def _read(path: Path, name: str) -> RunData:
         layers=_layers(path),
         samples=samples,
         machine=dotted(starts[-1]) if starts else {},
-        summary=read_summary(path),
+        summary=summary,
     )
 
 
@@ -162,27 +162,20 @@ def _numbers(values: Sequence[Any]) -> Floats:
     return np.array([value for value in values if isinstance(value, int | float) and math.isfinite(value)], dtype=float)
 
 
-def downsample(series: Series, points: int) -> Series:
-    """Returns at most `points` of a series: the minimum and maximum of each part, so that no spike is lost."""
+def thin(series: Series, points: int) -> tuple[Series, Series | None]:
+    """Returns at most `points` of a finite series, and the means of its parts; the series itself and None if short.
+
+    The points are the minimum and the maximum of each part, so that no spike is lost.
+    """
     count = len(series.values)
     if count <= points:
-        return series
+        return series, None
     edges = np.linspace(0, count, max(points // 2, 1) + 1).astype(int)
-    indices: set[int] = set()
+    extremes: set[int] = set()
     for first, last in pairwise(edges):
-        stretch = series.values[first:last]
-        indices |= {int(first + stretch.argmin()), int(first + stretch.argmax())}
-    index = np.array(sorted(indices))
-    return Series(series.steps[index], series.values[index])
-
-
-def smooth(series: Series, points: int) -> Series | None:
-    """Returns a running mean over a twentieth of the series, at `points` steps, or None if it is short or smooth."""
-    count = len(series.values)
-    if count < SMOOTHED_FROM or np.abs(np.diff(series.values)).sum() <= CALM * np.ptp(series.values):
-        return None
-    half = max(count // 40, 1)
-    sums = np.concatenate([[0.0], np.cumsum(series.values)])
-    at = np.unique(np.linspace(0, count - 1, min(points, count)).astype(int))
-    low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, count)
-    return Series(series.steps[at], (sums[high] - sums[low]) / (high - low))
+        part = series.values[first:last]
+        extremes |= {int(first + part.argmin()), int(first + part.argmax())}
+    index = np.array(sorted(extremes))
+    means = np.add.reduceat(series.values, edges[:-1]) / np.diff(edges)
+    middles = series.steps[(edges[:-1] + edges[1:]) // 2]
+    return Series(series.steps[index], series.values[index]), Series(middles, means)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from postlude.error_output import escape_controls
 from postlude.hf.model_card import ModelCard
-from postlude.recipes.report.console import RunConsole
+from postlude.recipes.report.live import RunConsole
 from postlude.recipes.report.page import write_report
 from postlude.recipes.report.summary import REPORT, RunSummary, held_out_table, read_summary, summary_lines
 from postlude.recipes.run.directory import is_rank0, read_config

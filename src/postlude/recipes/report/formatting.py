@@ -1,12 +1,15 @@
-"""Formats of numbers in the terminal, the report and the model card."""
+"""Formats of numbers and text in the terminal, the report and the model card."""
 
 from __future__ import annotations
 
+import html
 import math
-from collections.abc import Sequence
+import re
 
+from postlude.error_output import escape_controls
+
+DIRECTION = re.compile(r"[\u200e\u200f\u202a-\u202e\u2066-\u2069]")  # of text: each can reverse what follows
 PERCENT = "\N{NO-BREAK SPACE}%"
-MOST_DIGITS = 17  # of a float: enough to distinguish any two
 
 
 def format_number(value: float) -> str:
@@ -51,35 +54,7 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def tick_labels(values: Sequence[float]) -> list[str]:
-    """Returns labels of axis ticks, with the fewest digits that distinguish them."""
-    for digits in range(1, MOST_DIGITS + 1):
-        texts = [_label(value, digits) for value in values]
-        exact = all(math.isclose(_read(label), value, rel_tol=1e-6) for label, value in zip(texts, values, strict=True))
-        if len(set(texts)) == len(set(values)) and (exact or digits == MOST_DIGITS):
-            return texts
-    return [repr(value) for value in values]
-
-
-UNITS = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-
-
-def _label(value: float, digits: int) -> str:
-    size = abs(value)
-    if size >= 1e15 or 0 < size < 1e-3:
-        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
-        return f"{mantissa}e{int(exponent)}"
-    for unit in reversed(UNITS):
-        if size >= 10 * UNITS[unit] or (size >= UNITS[unit] > 1e3):
-            return f"{_trimmed(value / UNITS[unit], digits)}{unit}"
-    return _trimmed(value, digits)
-
-
-def _trimmed(value: float, digits: int) -> str:
-    """Returns so many digits, without an exponent."""
-    text = f"{value:.{digits}g}"
-    return text if "e" not in text else f"{float(text):.0f}"
-
-
-def _read(label: str) -> float:
-    return float(label[:-1]) * UNITS[label[-1]] if label[-1] in UNITS else float(label)
+def escape(text: object) -> str:
+    """Returns text as HTML that shows it: markup stays text, and what would control the display becomes its number."""
+    visible = DIRECTION.sub(lambda match: f"\\u{ord(match[0]):04x}", escape_controls(str(text)))
+    return html.escape(visible)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -20,7 +22,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from postlude.recipes.report.console import RunConsole
 from postlude.recipes.report.formatting import format_duration, format_number
 from postlude.recipes.report.metrics import LENGTH, LOSS, REWARD, SPEED, TIME
 from postlude.recipes.run.directory import flatten, is_rank0
@@ -45,6 +46,16 @@ REMEMBERED = 240  # values behind a sparkline
 RECENT = 20  # steps behind the ETA
 PLAIN = frozenset[str]()  # the phases of a step that only trains
 NARROW = 72  # columns of a terminal that shows values in one column
+
+
+class RunConsole(Console):
+    """Prints what a run shows. A reader that goes away, such as `| head`, does not end the run, as rich's own does."""
+
+    def on_broken_pipe(self) -> None:
+        """Discards all later output."""
+        self.quiet = True
+        with suppress(OSError), open(os.devnull, "w") as nothing:  # Python writes to it once more when it ends
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
 
 
 class ProgressView(Protocol):

@@ -30,12 +30,14 @@ FALLING = (LOSS, f"{EVAL}{LOSS}")  # smaller is better
 
 LAYER = re.compile(r"(?P<block>\w+)/(?P<layer>(?:mtp_\d+_)?layer_\d+)/(?P<name>\w+)")  # metrics of one layer
 WORST = "_worst"  # of all layers
+HELD_OUT, OTHER = "Held out", "Other"  # topics
 
 
 @dataclass(frozen=True)
 class MetricInfo:
-    """The meaning of a metric, its range, and what to watch for."""
+    """The meaning of a metric, its range, and what to watch for. The topic is its group."""
 
+    topic: str
     title: str
     meaning: str
     range: str
@@ -43,7 +45,8 @@ class MetricInfo:
 
     def replaced(self, old: str, new: str) -> MetricInfo:
         """Returns the same with `old` replaced in all texts."""
-        return MetricInfo(*(text.replace(old, new) for text in (self.title, self.meaning, self.range, self.watch)))
+        texts = (text.replace(old, new) for text in (self.title, self.meaning, self.range, self.watch))
+        return MetricInfo(self.topic, *texts)
 
 
 @functools.cache
@@ -52,10 +55,10 @@ def metric_groups() -> Mapping[str, Mapping[str, MetricInfo]]:
     groups: dict[str, dict[str, MetricInfo]] = {}
     for line in Path(__file__).with_suffix(".txt").read_text("utf-8").splitlines():
         if line.startswith("# "):
-            metrics = groups.setdefault(line[2:], {})
+            topic = line[2:]
         elif line:
             name, *texts = line.split(" | ")
-            metrics[name] = MetricInfo(*texts)
+            groups.setdefault(topic, {})[name] = MetricInfo(topic, *texts)
     return groups
 
 
@@ -95,7 +98,7 @@ def explain(name: str) -> MetricInfo | None:  # noqa: PLR0911 - one for each for
     if info is None:
         return _explain_set(name)
     title = f"Held-out {info.title[0].lower()}{info.title[1:]}"
-    return MetricInfo(title, f"{info.meaning}; on held-out data", info.range, info.watch)
+    return replace(info, topic=HELD_OUT, title=title, meaning=f"{info.meaning}; on held-out data")
 
 
 def _explain_set(name: str) -> MetricInfo | None:
@@ -105,6 +108,12 @@ def _explain_set(name: str) -> MetricInfo | None:
         return None
     info = explain(f"{EVAL}{metric}")
     return info and replace(info, title=f"{prefix}: {info.title}", meaning=f"{info.meaning}; of the set {prefix}")
+
+
+def topic(name: str) -> str:
+    """Returns the group of a metric, which the report shows it in."""
+    info = explain(name)
+    return info.topic if info else HELD_OUT if name.startswith(EVAL) else OTHER
 
 
 def title(name: str) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
 from postlude.recipes.report.charts import colour
 from postlude.recipes.report.data import RunData
-from postlude.recipes.report.formatting import format_number
+from postlude.recipes.report.formatting import escape, format_number
 
 SAMPLE_STEPS = 6
 ALL_TOKENS, MOST_TOKENS, FEWEST_TOKENS = 12_000, 800, 100  # shown on the whole page, in a sample
@@ -71,7 +70,7 @@ def _sample(kind: str, sample: Mapping[str, Any], limit: int) -> str:
         tags.append(f'<span class="tag">reward {escape(_number(sample["reward"]))}</span>')
     components = sample.get("components") or sample.get("parts") or {}  # "parts" in files of earlier versions
     for name, value in components.items():
-        tags.append(f'<span class="tag">{escape(str(name))} {escape(_number(value))}</span>')
+        tags.append(f'<span class="tag">{escape(name)} {escape(_number(value))}</span>')
     if sample.get("tokens"):
         tags.append(f'<span class="tag">{len(sample["tokens"]):,} tokens</span>')
     return (
@@ -93,10 +92,8 @@ def _tokens(sample: Mapping[str, Any], limit: int) -> str:
         if index == tail and tail > head:
             spans.append(f"<small> … {tail - head:,} tokens left out … </small>")
         logprob = float(logprobs[index]) if _is_number(logprobs[index]) else math.nan
-        text = escape(str(strings[index])).replace("\n", "↵\n")
-        spans.append(
-            f'<i class="{_shade(logprob)}" data-p="{logprob:.3f}" data-i="{escape(str(ids[index]))}">{text}</i>'
-        )
+        text = escape(strings[index]).replace("\n", "↵\n")
+        spans.append(f'<i class="{_shade(logprob)}" data-p="{logprob:.3f}" data-i="{escape(ids[index])}">{text}</i>')
     return "".join(spans)
 
 

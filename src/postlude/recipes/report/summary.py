@@ -127,10 +127,10 @@ class SummaryLine:
     warn: bool = False
 
 
-def read_summary(run: Path) -> RunSummary:
-    """Returns the summary of a run directory, whether the run has ended or not."""
+def read_summary(run: Path, lines: Sequence[Mapping[str, Any]] | None = None) -> RunSummary:
+    """Returns the summary of a run directory, whether the run has ended or not; `lines` are its metrics, if known."""
     run = Path(run)
-    lines = read_metrics(run)
+    lines = read_metrics(run) if lines is None else lines
     phases = list(dict.fromkeys(str(line.get("phase", "")) for line in lines if line["step"] > 0)) or list(
         dict.fromkeys(str(line.get("phase", "")) for line in lines)
     )

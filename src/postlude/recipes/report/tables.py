@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
-from postlude.recipes.report.charts import colour
+from postlude.recipes.report.charts import run_label
 from postlude.recipes.report.data import RunData
+from postlude.recipes.report.formatting import escape
 from postlude.recipes.report.summary import RunSummary, SummaryLine, held_out_table, summary_lines
 
 MISSING = "–"
@@ -16,7 +16,7 @@ MISSING = "–"
 def summaries(runs: Sequence[RunData]) -> str:
     """Returns the summary of each run, failures first."""
     failures = "".join(
-        f'<p class="bad" role="alert">{f"{_named(index, run)}: " if len(runs) > 1 else ""}'
+        f'<p class="bad" role="alert">{f"{run_label(run, index)}: " if len(runs) > 1 else ""}'
         f"{escape(run.summary.failure)}</p>"
         for index, run in enumerate(runs)
         if run.summary.failure
@@ -31,14 +31,12 @@ def summaries(runs: Sequence[RunData]) -> str:
 
 
 def _paths(runs: Sequence[RunData]) -> str:
-    return "".join(f'<p class="soft mono">{escape(str(run.path))}</p>' for run in runs)
+    return "".join(f'<p class="soft mono">{escape(run.path)}</p>' for run in runs)
 
 
 def _card(run: RunData) -> str:
     facts = summary_lines(run.summary)
-    state = (
-        f'<p class="state">{_state(run.summary)}<code class="soft">{escape(str(run.path))}</code>{_machine(run)}</p>'
-    )
+    state = f'<p class="state">{_state(run.summary)}<code class="soft">{escape(run.path)}</code>{_machine(run)}</p>'
     large = [fact for index, fact in enumerate(facts) if index == 0 or "→" in fact.text]  # the metrics that changed
     large_facts, other_facts = (
         "".join(_fact(fact) for fact in facts if (fact in large) == is_large) for is_large in (True, False)
@@ -79,7 +77,7 @@ def _side_by_side(runs: Sequence[tuple[int, RunData]]) -> str:
     names = list(dict.fromkeys(label for _, _, facts in summaries for label in facts))
     rows = []
     for index, run, facts in summaries:
-        cells = [_named(index, run), _state(run.summary)]
+        cells = [run_label(run, index), _state(run.summary)]
         for name in names:
             fact = facts.get(name, SummaryLine(name, MISSING))
             kind = " class=warn" if fact.warn else ""
@@ -98,7 +96,7 @@ def held_out(runs: Sequence[RunData]) -> str:
         for row in body:
             read = dict(zip(head[1:], row[1:], strict=True))
             cells = [escape(row[0]), *(escape(read.get(name, MISSING)) for name in names)]
-            rows.append((f"r{index}", [_named(index, run), *cells] if len(runs) > 1 else cells))
+            rows.append((f"r{index}", [run_label(run, index), *cells] if len(runs) > 1 else cells))
     if not rows:
         return ""
     lead = ["run", ""] if len(runs) > 1 else [""]
@@ -134,10 +132,9 @@ def machine(runs: Sequence[RunData]) -> str:
 def _values(runs: Sequence[RunData], columns: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> str:
     """Returns a table with one row a key and one column a run."""
     rows = [
-        ("", [f"<code>{escape(key)}</code>", *(escape(str(column.get(key, MISSING))) for column in columns)])
-        for key in keys
+        ("", [f"<code>{escape(key)}</code>", *(escape(column.get(key, MISSING)) for column in columns)]) for key in keys
     ]
-    head = ["", *(_named(index, run) for index, run in enumerate(runs))] if len(runs) > 1 else []
+    head = ["", *(run_label(run, index) for index, run in enumerate(runs))] if len(runs) > 1 else []
     return _table(head, rows, "values")
 
 
@@ -146,7 +143,3 @@ def _table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], kind:
     top = f"<thead><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr></thead>" if head else ""
     body = "".join(f'<tr class="{of}">{"".join(f"<td>{cell}</td>" for cell in row)}</tr>' for of, row in rows)
     return f'<div class="scroll"><table class="{kind}">{top}<tbody>{body}</tbody></table></div>'
-
-
-def _named(index: int, run: RunData) -> str:
-    return f'<span class="run"><i class="swatch" {colour(index)}></i>{escape(run.name)}</span>'
