@@ -54,6 +54,12 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "granite": lambda: transformers.GraniteConfig(**SMALL, logits_scaling=0.3),
     "hyperclovax": lambda: transformers.HyperCLOVAXConfig(**SMALL, logits_scaling=0.3),
     "cohere": lambda: transformers.CohereConfig(**SMALL, logit_scale=1.7),
+    "cohere_compass_text": lambda: transformers.CohereCompassTextConfig(
+        **SMALL,
+        logit_scale=1.7,
+        layer_types=["full_attention"] * 2,
+        rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
     "phi": lambda: transformers.PhiConfig(**PHI),  # its head has a bias
     "gpt2": lambda: transformers.GPT2Config(**GPT2),  # absolute positions
     "bloom": lambda: transformers.BloomConfig(**BLOOM),  # takes no positions

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -24,6 +26,7 @@ from tests.peers.frameworks import (
     BATCH,
     LENGTH,
     TOLERANCES,
+    VOCABULARY,
     Inputs,
     errors_of,
     gpt_model,
@@ -297,3 +300,38 @@ def test_hybrid_model_has_no_schedule_plan() -> None:
     assert "output_processor" not in inspect.signature(HybridModel.forward).parameters
     with pytest.raises(ValueError, match="Unsupported layer type"):
         build_layer_callables(torch.nn.Module())  # neither a TransformerLayer nor a MultiTokenPredictionLayer
+
+
+def code_of(page: str, heading: str) -> str:
+    """Returns the code blocks of a section of a page of docs/."""
+    section = (Path(__file__).parents[2] / "docs" / page).read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return "\n".join(re.findall(r"```py\n(.*?)```", section, re.DOTALL))
+
+
+def run_documentation(_: Any, device: str, code: dict[str, str]) -> None:
+    inputs = Inputs(device)
+    tokens, position_ids, attention_mask = inputs.model
+    arguments = {"tokens": tokens, "position_ids": position_ids, "labels": inputs.labels}
+    with megatron(device):
+        for model in (
+            gpt_model(device, mtp_num_layers=1),
+            hybrid_model(device, "*-/*-", tied=False, dtype=torch.float32),
+        ):
+            names: dict[str, Any] = {"model": model, "attention_mask": attention_mask, **arguments}
+            exec(code["cookbook.md"], names)
+            assert names["stats"].entropy.shape == inputs.labels.shape
+            stats, (draft,) = model(*inputs.model, labels=inputs.labels, output_processor=names["policy_and_draft"])
+            assert stats.logprob.shape == draft.top1.shape
+        batch = arguments | {"loss_mask": inputs.loss_mask, "temperature": 0.7, "advantages": inputs.upstream[0]}
+        names = {"tokenizer": range(VOCABULARY)}
+        exec(code["linear_logprobs.md"], names)
+        model = gpt_model(device)
+        output, loss_of = names["forward_step"](
+            iter([batch]), lambda *call, **options: model(call[0], call[1], attention_mask, **options)
+        )
+        loss_of(output)[0].backward()
+
+
+def test_documentation_runs(workers: Ranks, device: str) -> None:
+    pages = {"cookbook.md": "Megatron-Core", "linear_logprobs.md": "In Megatron-Core"}
+    workers(1, run_documentation, device, {page: code_of(page, heading) for page, heading in pages.items()})

@@ -23,6 +23,7 @@ TIMES = {
     "cohere": "logit_scale",
     "cohere2": "logit_scale",
     "cohere2_moe": "logit_scale",
+    "cohere_compass_text": "logit_scale",
     "falcon_h1": "lm_head_multiplier",
     "hyperclovax": "logits_scaling",
 }
