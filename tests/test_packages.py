@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import FunctionType
+from typing import Any
 
 import pytest
 
@@ -265,3 +270,24 @@ def test_postlude_exports_every_public_name() -> None:
         assert getattr(postlude, name).__name__ == name
     with pytest.raises(AttributeError, match="has no attribute 'grpo'"):
         _ = postlude.grpo
+
+
+def public_names() -> Iterator[tuple[str, Any]]:
+    """Yields classes and functions that packages name in `__all__`, with the public methods of these classes."""
+    for path in (path for path in modules() if path.name == "__init__.py" and "__all__" in path.read_text()):
+        package = importlib.import_module(".".join(("postlude", *path.parent.relative_to(ROOT).parts)))
+        for name in package.__all__:
+            value = getattr(package, name)
+            if inspect.isclass(value) or inspect.isfunction(value):
+                yield f"{package.__name__}.{name}", value
+            for method, member in vars(value).items() if inspect.isclass(value) else ():
+                if not method.startswith("_") and isinstance(member, FunctionType | property | classmethod):
+                    yield f"{package.__name__}.{name}.{method}", member
+
+
+def test_public_names_have_docstrings() -> None:
+    """Elsewhere a docstring is there if it says more than the name and the types do."""
+    documented = {name: value.__doc__ or "" for name, value in public_names()}
+    assert len(documented) > 150
+    generated = tuple(f"{name.rsplit('.')[-1]}(" for name in documented)  # what a dataclass has without a docstring
+    assert not [name for name, text in documented.items() if not text or text.startswith(generated)]

@@ -40,7 +40,7 @@ class CallFunction(str):
     function: Callable[..., Any]
     digest: str
 
-    def __new__(cls, function: Callable[..., Any]) -> CallFunction:  # noqa: D102
+    def __new__(cls, function: Callable[..., Any]) -> CallFunction:
         name = getattr(function, "__name__", None) or type(function).__name__
         digest = hashlib.sha256(_identity(function, set()).encode(errors="replace")).hexdigest()[:16]
         return _call_function(f"{CALL}{name}", digest, function)

@@ -47,7 +47,7 @@ class Loader(yaml.SafeLoader):
 class Dumper(yaml.SafeDumper):
     """Quotes text that a YAML loader would read as another type."""
 
-    def ignore_aliases(self, data: Any) -> bool:  # noqa: D102
+    def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
