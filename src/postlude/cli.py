@@ -305,6 +305,7 @@ def _add_verify(command: argparse.ArgumentParser) -> None:
     _add_lora(command, "compare the gradients of adapters, and those of one rank with the merged model and with peft")
     _add_recompute(command)
     _add_overlap(command)
+    option("--share-prefixes", action="store_true", help="let sequences begin alike, and compute what they share once")
     option("--fp8", action="store_true", help="multiply in FP8, and the rest in float64 on the CPU")
     option("--dtype", choices=DTYPES, help="dtype to compute in (default: float32)")
     limits = ", ".join(f"{limit:g} in {name}" for name, limit in TOLERANCES.items())

@@ -32,6 +32,9 @@ MomentStorage = Literal["fp32", "8bit"]
 WeightStorage = Literal["fp32", "split", "rounded"]
 """How weights are stored: in fp32; in bf16, with the lower sixteen bits of fp32 in the optimizer's state; or in bf16
 only, each step rounded up or down at random so that it is right on average."""
+SharePrefixes = Literal["auto", "always", "off"]
+"""Whether tokens with which several sequences of a microbatch begin are computed once: where it pays ("auto"), wherever
+two sequences begin alike ("always"), or never."""
 Overlap = bool | Literal["zero_bubble"]
 """What hides a rank's waits: nothing (False); a forward interleaved with another microbatch's backward, so that one
 computes while the other exchanges rows with experts (True); or deferred weight gradients in the pipeline's bubble."""

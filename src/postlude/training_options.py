@@ -15,7 +15,7 @@ from postlude.layout import Layout
 from postlude.lora import LoRA
 from postlude.optimizer import AdamW, OptimizerConfig
 from postlude.option_types import LARGEST_SEED
-from postlude.options import Overlap, Recompute, WeightStorage, check_overlap
+from postlude.options import Overlap, Recompute, SharePrefixes, WeightStorage, check_overlap
 from postlude.router_losses import RouterLosses
 
 
@@ -25,6 +25,9 @@ class ForwardOptions:
 
     budget: Annotated[int, Bounds(least=1)] = 8192
     """Maximum number of tokens of a microbatch, and so of a sequence."""
+    share_prefixes: SharePrefixes = "auto"
+    """Compute the tokens with which several sequences of a microbatch begin once: "auto" where it pays, "always"
+    wherever two sequences begin alike, "off" never. It changes no result, only rounding."""
     seed: Annotated[int, Bounds(least=0, most=LARGEST_SEED)] = 0
     """Random seed."""
 

@@ -95,7 +95,8 @@ def test_full_bin_still_takes_a_later_sequence_that_fits():
 def test_balancing_equals_the_naive_one_and_never_increases_the_cost(case, spare):
     lengths, budget = case
     before = fewest_bins(lengths, budget) + [[] for _ in range(spare)]
-    after = costs_descending(balance_bins(before, lengths, budget), lengths)
+    costs = [bin_cost([index], lengths) for index in range(len(lengths))]
+    after = costs_descending(balance_bins(before, lengths, costs, budget), lengths)
     naive = cheapest_fit_decreasing(lengths, budget, len(before))
     assert after[0] <= costs_descending(before, lengths)[0]
     assert after == min(costs_descending(bins, lengths) for bins in (before, naive) if bins is not None)

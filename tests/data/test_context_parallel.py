@@ -42,7 +42,7 @@ def pack_together(lengths) -> Microbatch:
 
 def shard_on_all_ranks(microbatch: Microbatch, size: int, multiple_of: int = 1) -> list[Microbatch]:
     """Returns the shards of `size` context-parallel ranks."""
-    return [shard_context(microbatch, Axis(size, rank), multiple_of=multiple_of) for rank in range(size)]
+    return [shard_context(microbatch, Axis(size, rank), Axis(multiple_of)) for rank in range(size)]
 
 
 def fields(microbatch: Microbatch) -> dict[str, torch.Tensor]:
@@ -153,8 +153,9 @@ def test_attention_of_all_shards_equals_attention_of_full_sequences(softcap, len
     _, keys, values = (torch.cat(gathered) for gathered in zip(*local, strict=True))
     actual = torch.zeros_like(expected)
     for shard, (query, _, _) in zip(shards, local, strict=True):
-        context = shard.cp_shard
-        output = attend(query, keys[context.key_rows], values[context.key_rows], context.queries, context.keys, scores)
+        context = shard.sequence_rows
+        key, value = context.key_rows(keys), context.key_rows(values)
+        output = attend(query, key, value, context.queries, context.keys, scores)
         scatter_add(shard, output, actual, shifted=False)
 
     assert_equal(actual, expected, tolerance=1e-12)
@@ -172,11 +173,11 @@ def test_every_rank_attends_to_the_same_number_of_keys(lengths, size):
             sum(
                 query_length * (2 * key_length - query_length)
                 for query_length, key_length in zip(
-                    shard.cp_shard.queries.lengths, shard.cp_shard.keys.lengths, strict=True
+                    shard.sequence_rows.queries.lengths, shard.sequence_rows.keys.lengths, strict=True
                 )
             )
             for shard in shards
-            if shard.cp_shard
+            if shard.sequence_rows
         }
         assert len(work) <= 1
 
@@ -192,7 +193,7 @@ def sums_on_rank(group: dist.ProcessGroup, values: torch.Tensor, multiple_of: in
     """Returns one rank's sums, lengths, and gradients of its values at their positions. Padding holds NaN."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     full = pack_together(SUMMED)
-    shard = shard_context(full, Axis(size, rank, group), multiple_of=multiple_of)
+    shard = shard_context(full, Axis(size, rank, group), Axis(multiple_of))
     local_values = torch.cat([values, torch.full_like(values[:1], float("nan"))])[shard.batch_indices].requires_grad_()
     sums = shard.sequence_sum(local_values)
     (gradient,) = torch.autograd.grad(sequence_loss(sums) * (rank + 1), local_values)  # each rank's loss is another
@@ -219,7 +220,7 @@ def test_sums_over_sharded_sequences_equal_those_of_full_ones(ranks: Ranks, size
 
 
 def test_padding_is_excluded_from_sums() -> None:
-    shard = shard_context(pack_together([3, 2]), Axis(), multiple_of=4)
+    shard = shard_context(pack_together([3, 2]), Axis(), Axis(4))
     values = torch.where(shard.batch_indices < 0, float("nan"), 1.0).requires_grad_()
     sums = shard.sequence_sum(values)
     assert sums.tolist() == [3, 2]
@@ -229,16 +230,16 @@ def test_padding_is_excluded_from_sums() -> None:
 
 def test_microbatch_is_unchanged_with_one_context_parallel_rank() -> None:
     full, empty = pack_together([6, 2]), packed([6])[1]
-    assert shard_context(full, Axis(), multiple_of=4) is full
-    assert shard_context(empty, Axis(2, 1), multiple_of=4) is empty
-    assert shard_context(full, Axis(), multiple_of=5).packing.lengths == (6, 4)
-    assert shard_context(full, Axis(), multiple_of=5).cp_shard is None
+    assert shard_context(full, Axis(), Axis(4)) is full
+    assert shard_context(empty, Axis(2, 1), Axis(4)) is empty
+    assert shard_context(full, Axis(), Axis(5)).packing.lengths == (6, 4)
+    assert shard_context(full, Axis(), Axis(5)).sequence_rows is None
 
 
 def test_to_moves_every_tensor_of_a_sharded_microbatch() -> None:
     moved = shard_context(pack_together([6, 2]), Axis(2, 1)).to("meta")
-    context = moved.cp_shard
-    tensors = [*fields(moved).values(), moved.cu_seqlens, context.key_rows]
+    context = moved.sequence_rows
+    tensors = [*fields(moved).values(), moved.cu_seqlens, context.key_rows.rows]
     tensors += [context.queries.cu_seqlens, context.keys.cu_seqlens]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
 
@@ -257,10 +258,6 @@ def sharded_microbatch() -> Microbatch:
 @pytest.mark.parametrize(
     ("attempt", "sentence"),
     [
-        (
-            lambda: shard_context(pack_together([3]), Axis(), multiple_of=0),
-            "multiple_of is 0, but the minimum is 1. Give a positive multiple_of.",
-        ),
         (
             lambda: shard_context(sharded_microbatch(), Axis(2, 0)),
             "microbatch 0 is padded or sharded already, but only a whole one can be sharded. "

@@ -191,5 +191,5 @@ def test_column_stats_are_computed_for_a_device_and_not_for_a_cp_shard():
     assert copied.column_stats["weights"].nonzero == 3  # 1e-60 is none in fp32
     assert (copied.column_stats["weights"].minimum, copied.column_stats["weights"].maximum) == (0.0, 2.0)
     assert (copied.column_stats["ids"].minimum, copied.column_stats["ids"].maximum) == (1, 8)
-    assert shard_context(copied, Axis(), multiple_of=8).column_stats == {}
+    assert shard_context(copied, Axis(), Axis(8)).column_stats == {}
     assert pack([[1]], budget=2, columns={"weights": [[1.0]]})[0].to("cpu").column_stats["weights"].nonzero == 0

@@ -77,7 +77,7 @@ def dtypes_in_forward(group: Any, layout: str, recompute: Any) -> dict[str, Any]
         recorded["hidden dtype"] = inputs.hidden.dtype
         return inputs.head.values(inputs.hidden).square().sum()
 
-    microbatch = shard_context(small_microbatch(5, 1, 8, 2), place.cp, multiple_of=place.tp.size)
+    microbatch = shard_context(small_microbatch(5, 1, 8, 2), place.cp, place.tp)
     with run_last_microbatch(sharding):
         model(microbatch, output_processor=values).backward()
     for name in PROMISED:
@@ -184,7 +184,7 @@ def vectors_seen(group: Any, layout: str, recompute: Any) -> dict[str, Any]:
                         vector.register_hook(lambda gradient, record=record: record.update(upstream=gradient))
 
             module.register_forward_hook(after)
-    microbatch = shard_context(small_microbatch(5, 1, 8, 2), place.cp, multiple_of=place.tp.size)
+    microbatch = shard_context(small_microbatch(5, 1, 8, 2), place.cp, place.tp)
     with run_last_microbatch(sharding):
         model(microbatch, targets=True).sum().backward()
     for name, record in recorded.items():

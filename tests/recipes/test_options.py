@@ -36,6 +36,7 @@ TRAINING: ChangedOptions = {
     "optimizer.lr": ("3e-4",),
     "weights": ("rounded",),
     "fp8": ("true",),
+    "share_prefixes": ("always",),
     "optimizer.betas": ("[0.5, 0.5]",),
     "optimizer.eps": ("1e-3",),
     "optimizer.weight_decay": ("0.5",),

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from postlude.data.prefix_tree import PrefixOrder
+
 
 @dataclass(frozen=True)
 class BatchSharding:
@@ -21,6 +23,8 @@ class BatchSharding:
     """The sequences of each microbatch, if they are planned already. Bin k belongs to data-parallel rank k % ranks."""
     budget: int | None = None
     """The token budget that `bins` were planned with."""
+    prefixes: PrefixOrder | None = None
+    """The shared tokens that `bins` were planned with."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Assigns sequences to microbatches, and microbatches to ranks, by lengths, groups and owners, never by content."""
+"""Assigns sequences to microbatches, and microbatches to ranks, by lengths, groups, owners and shared prefixes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
 
+from postlude.data.prefix_tree import PrefixOrder, SegmentTree
+
 # The length at which causal attention costs as much as the linear layers. Per token, a decoder layer of width h spends
 # 24·h² FLOPs in its linear layers and 2·h·length in attention: they are equal at length 12·h, here with h = 4096.
 # Only the balance of the bins depends on it, never their number.
@@ -17,12 +19,14 @@ ATTENTION_PARITY_LENGTH = 12 * 4096
 
 @dataclass(frozen=True)
 class BinPlan:
-    """The microbatches of a batch. It depends on lengths, groups and owners only, so it is equal on every rank."""
+    """The microbatches of a batch, equal on every rank."""
 
     lengths: Sequence[int]
     """The length of each sequence after truncation."""
     bins: Sequence[Sequence[int]]
     """The indices of the sequences of each microbatch. Data-parallel rank r of n runs bins r, r + n, r + 2n, …"""
+    prefixes: PrefixOrder | None = None
+    """The tokens that sequences share, if those are computed once."""
 
     @cached_property
     def starts(self) -> list[int]:
@@ -33,6 +37,17 @@ class BinPlan:
     def tokens(self) -> int:
         """The number of tokens of all sequences."""
         return self.starts[-1]
+
+    @property
+    def shared_tokens(self) -> int:
+        """The number of tokens that are not computed, since another sequence of their microbatch has them."""
+        return 0 if self.prefixes is None else sum(sum(self.prefixes.among(members).common) for members in self.bins)
+
+    def tree(self, bin_index: int) -> SegmentTree | None:
+        """Returns the segments of a microbatch whose sequences share tokens."""
+        if self.prefixes is None:
+            return None
+        return SegmentTree.of(self.prefixes, self.bins[bin_index], self.lengths)
 
     def members(self, bin_indices: Sequence[int]) -> list[int]:
         """Returns the indices of the sequences of these bins, in order."""
@@ -46,6 +61,7 @@ def plan_sharded_bins(
     budget: int,
     *,
     groups: Sequence[Hashable] | None = None,
+    prefixes: PrefixOrder | None = None,
 ) -> list[list[int]]:
     """Plans bins where each sequence i runs on the data-parallel rank that holds it, `owners[i]`.
 
@@ -71,7 +87,13 @@ def plan_sharded_bins(
 
     def plan(members: list[int], multiple_of: int) -> list[list[int]]:
         member_groups = None if groups is None else [groups[member] for member in members]
-        bins = plan_bins([lengths[member] for member in members], budget, multiple_of=multiple_of, groups=member_groups)
+        bins = plan_bins(
+            [lengths[member] for member in members],
+            budget,
+            multiple_of=multiple_of,
+            groups=member_groups,
+            prefixes=None if prefixes is None else prefixes.renumbered(members),
+        )
         return [[members[index] for index in indices] for indices in bins]
 
     count = max(len(plan(members, 1)) for members in members_of)
@@ -80,20 +102,21 @@ def plan_sharded_bins(
 
 
 def plan_bins(
-    lengths: Sequence[int], budget: int, *, multiple_of: int = 1, groups: Sequence[Hashable] | None = None
+    lengths: Sequence[int],
+    budget: int,
+    *,
+    multiple_of: int = 1,
+    groups: Sequence[Hashable] | None = None,
+    prefixes: PrefixOrder | None = None,
 ) -> list[list[int]]:
     """Divides sequences of these `lengths` into bins of at most `budget` tokens. Returns lists of ascending indices.
 
     The number of bins is the better of best-fit and first-fit decreasing, rounded up to `multiple_of`. The cost
     (linear layers plus attention) is then balanced over that many bins, as far as the budget allows. Bins come in
     descending cost, so that neighbours, which data-parallel ranks run at the same time, cost about the same. `groups`
-    has one entry per sequence: sequences of the same group stay in one bin.
+    has one entry per sequence: sequences of the same group stay in one bin. Tokens that sequences of a bin share by
+    `prefixes` count once, and sequences that share tokens stay in one bin as far as budget and balance allow.
     """
-    if groups is not None:
-        group_members = _members_by_group(groups, lengths, budget)
-        group_lengths = [sum(lengths[member] for member in members) for members in group_members]
-        bins = plan_bins(group_lengths, budget, multiple_of=multiple_of)
-        return [sorted(member for group in bin_groups for member in group_members[group]) for bin_groups in bins]
     for name, value in (("budget", budget), ("multiple_of", multiple_of)):
         if value < 1:
             raise ValueError(f"{name} is {value}, but the minimum is 1. Give a positive {name}.")
@@ -105,26 +128,70 @@ def plan_bins(
                 f"sequence {index} has {length} tokens, over the budget of {budget}. "
                 f"Raise the budget to at least {length}, or pack with truncate=True."
             )
-    bins = fewest_bins(lengths, budget)
+    if not lengths:
+        return []
+    units = [[index] for index in range(len(lengths))] if groups is None else _members_by_group(groups, len(lengths))
+    if prefixes is not None:
+        units = _join_sharing(units, lengths, prefixes, budget, multiple_of)
+    sizes, costs = zip(*(_unit_size_and_cost(unit, lengths, prefixes) for unit in units), strict=True)
+    for unit, size in zip(units, sizes, strict=True):
+        if size > budget:
+            raise ValueError(
+                f"sequences {', '.join(map(str, unit))} of group {groups and groups[unit[0]]!r} stay together and have "
+                f"{size} tokens, over the budget of {budget}. Raise the budget to at least {size}, or shorten them."
+            )
+    bins = fewest_bins(sizes, budget)
     bins += [[] for _ in range(-len(bins) % multiple_of)]
-    bins = balance_bins(bins, lengths, budget)
-    return sorted((sorted(members) for members in bins), key=lambda members: -bin_cost(members, lengths))
+    bins = balance_bins(bins, sizes, costs, budget)
+    bins.sort(key=lambda members: -sum(costs[unit] for unit in members))
+    return [sorted(member for unit in members for member in units[unit]) for members in bins]
 
 
-def _members_by_group(groups: Sequence[Hashable], lengths: Sequence[int], budget: int) -> list[list[int]]:
+def _unit_size_and_cost(unit: Sequence[int], lengths: Sequence[int], prefixes: PrefixOrder | None) -> tuple[int, int]:
+    """Returns the tokens that are computed for these sequences in one microbatch, and their relative cost."""
+    if prefixes is None or len(unit) == 1:
+        return sum(lengths[member] for member in unit), bin_cost(unit, lengths)
+    among = prefixes.among(unit)
+    return among.computed_tokens(lengths), bin_cost(unit, lengths) - sum(map(_cost, among.common))
+
+
+def _join_sharing(
+    units: list[list[int]], lengths: Sequence[int], prefixes: PrefixOrder, budget: int, multiple_of: int
+) -> list[list[int]]:
+    """Joins units whose sequences share tokens, up to a size that leaves each of `multiple_of` ranks its part.
+
+    Units are joined in the order of their first sequences, in which neighbours share most: a tree that is too large
+    is divided where the least is computed twice, or nearly so.
+    """
+    unit_of = {member: number for number, unit in enumerate(units) for member in unit}
+    largest = max(_unit_size_and_cost(unit, lengths, prefixes)[0] for unit in units)
+    limit = min(budget, max(largest, -(-prefixes.computed_tokens(lengths) // multiple_of)))
+    joined: list[list[int]] = []
+    size, seen = 0, set()
+    for member, common in zip(prefixes.order, prefixes.common, strict=True):
+        number = unit_of[member]
+        if number in seen:
+            continue
+        seen.add(number)
+        unit = units[number]
+        # The unit's other sequences share at least as much with it elsewhere: this is an upper bound of the size.
+        own, _ = _unit_size_and_cost(unit, lengths, prefixes)
+        if common and joined and size + own - common <= limit:
+            joined[-1] = joined[-1] + unit
+            size, _ = _unit_size_and_cost(joined[-1], lengths, prefixes)
+        else:
+            joined.append(list(unit))
+            size = own
+    return joined
+
+
+def _members_by_group(groups: Sequence[Hashable], count: int) -> list[list[int]]:
     """Returns the sequences of each group, in the order of first appearance."""
-    if len(groups) != len(lengths):
-        raise ValueError(f"there are {len(groups)} groups for {len(lengths)} sequences. Give one per sequence.")
+    if len(groups) != count:
+        raise ValueError(f"there are {len(groups)} groups for {count} sequences. Give one per sequence.")
     members: dict[Hashable, list[int]] = {}
     for index, group in enumerate(groups):
         members.setdefault(group, []).append(index)
-    for group, group_members in members.items():
-        total = sum(lengths[index] for index in group_members)
-        if total > budget:
-            raise ValueError(
-                f"sequences {', '.join(map(str, group_members))} of group {group!r} stay together and have {total} "
-                f"tokens, over the budget of {budget}. Raise the budget to at least {total}, or shorten them."
-            )
     return list(members.values())
 
 
@@ -142,17 +209,17 @@ def fewest_bins(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return min(bins, _first_fit(longest_first, lengths, budget), key=len)
 
 
-def balance_bins(bins: list[list[int]], lengths: Sequence[int], budget: int) -> list[list[int]]:
+def balance_bins(bins: list[list[int]], sizes: Sequence[int], costs: Sequence[int], budget: int) -> list[list[int]]:
     """Returns the same number of bins with more equal costs, or `bins` if none fit the budget.
 
     The better division has the lower cost of the costliest bin; at a tie the second costliest decides, and so on.
     """
 
-    def costs(division: list[list[int]]) -> list[int]:
-        return sorted((bin_cost(members, lengths) for members in division), reverse=True)
+    def highest_first(division: list[list[int]]) -> list[int]:
+        return sorted((sum(costs[member] for member in members) for members in division), reverse=True)
 
-    balanced = _cheapest_fit(_longest_first(lengths), lengths, budget, len(bins))
-    return bins if balanced is None else min(bins, balanced, key=costs)
+    balanced = _cheapest_fit(_longest_first(sizes), sizes, costs, budget, len(bins))
+    return bins if balanced is None else min(bins, balanced, key=highest_first)
 
 
 def _cost(length: int) -> int:
@@ -208,7 +275,9 @@ def _first_fit(order: Sequence[int], lengths: Sequence[int], budget: int) -> lis
     return bins
 
 
-def _cheapest_fit(order: Sequence[int], lengths: Sequence[int], budget: int, count: int) -> list[list[int]] | None:
+def _cheapest_fit(
+    order: Sequence[int], lengths: Sequence[int], costs: Sequence[int], budget: int, count: int
+) -> list[list[int]] | None:
     """Puts each sequence in the cheapest of `count` bins that can take it. Returns None if one fits in none.
 
     `order` is longest first: a bin that is too full is set aside until sequences are short enough to fit.
@@ -230,5 +299,5 @@ def _cheapest_fit(order: Sequence[int], lengths: Sequence[int], budget: int, cou
         cost, bin_index = heappop(open_bins)
         bins[bin_index].append(member)
         room[bin_index] -= length
-        heappush(open_bins, (cost + _cost(length), bin_index))
+        heappush(open_bins, (cost + costs[member], bin_index))
     return bins

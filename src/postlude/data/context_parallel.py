@@ -2,71 +2,123 @@
 
 A sequence is padded to 2 · size chunks of equal width, and rank r takes chunks r and 2 · size - 1 - r: an early one,
 whose queries see few keys, and a late one, whose queries see many. Targets and columns are aligned to the predicting
-position before, so none is needed from another rank.
+position before, so none is needed from another rank. Where sequences share tokens, the trunk's segments are sharded in
+the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import lcm
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from postlude.data.microbatch import IGNORE, CPShard, Microbatch
-from postlude.ops.packing import Packing
-from postlude.world.mesh import Axis
+from postlude.data.microbatch import IGNORE, Microbatch, SequenceRows, Trunk
+from postlude.data.prefix_tree import SegmentTree
+from postlude.ops.packing import Packing, to_device
+from postlude.ops.row_gather import RowGather
+from postlude.world.mesh import SINGLE_RANK, Axis
+
+Indices = NDArray[np.int64]
 
 
-def shard_context(microbatch: Microbatch, cp: Axis, *, multiple_of: int = 1) -> Microbatch:
+def shard_context(microbatch: Microbatch, cp: Axis, tp: Axis = SINGLE_RANK) -> Microbatch:
     """Returns this rank's chunks `rank` and `2 * size - 1 - rank` of every sequence, adjacent.
 
-    Positions stay those in the whole sequence. Every rank gets the same number of tokens, a multiple of `multiple_of`.
+    Positions stay those in the whole sequence. Every rank gets the same number of tokens, a multiple of `tp.size`.
     For that, sequences are padded at their ends to a multiple of 2 · size, and the last one further if needed: token 0,
     target `IGNORE`, columns 0, batch index and routing -1, positions continued. With one rank only the last sequence is
-    padded. A microbatch that needs no padding, or is empty, is returned as it is.
+    padded. A microbatch that needs no padding, or is empty, is returned as it is. One whose sequences share tokens gets
+    its `trunk`.
     """
-    if multiple_of < 1:
-        raise ValueError(f"multiple_of is {multiple_of}, but the minimum is 1. Give a positive multiple_of.")
-    if microbatch.padding or microbatch.cp_shard is not None:
+    if microbatch.padding or microbatch.sequence_rows is not None or microbatch.trunk is not None:
         raise ValueError(
             f"microbatch {microbatch.index} is padded or sharded already, but only a whole one can be sharded. "
             f"Shard it once, as pack made it."
         )
+    if not len(microbatch):
+        return microbatch
+    chunks = _Chunks.of(microbatch.packing, cp, tp)
     shifted = enumerate(microbatch.mtp_microbatches, start=1)
-    mtp = tuple(_shard(at_depth, cp, multiple_of, depth) for depth, at_depth in shifted)
-    sharded = _shard(microbatch, cp, multiple_of)
+    mtp = tuple(_shard(at_depth, chunks, depth) for depth, at_depth in shifted)
+    sharded = _shard(microbatch, chunks)
+    if microbatch.tree is not None:
+        sharded = replace(sharded, trunk=_shard_trunk(microbatch, microbatch.tree, sharded, chunks, tp))
     return replace(sharded, mtp_microbatches=mtp) if mtp else sharded
 
 
-def _shard(microbatch: Microbatch, cp: Axis, multiple_of: int, depth: int = 0) -> Microbatch:
+@dataclass(frozen=True)
+class _Chunks:
+    """This rank's chunks of packed sequences, or with one rank the sequences."""
+
+    cp: Axis
+    packing: Packing
+    """The sequences without padding."""
+    numbers: tuple[int, ...]
+    """Which chunks of a sequence are this rank's."""
+    widths: tuple[int, ...]
+    """By sequence, the tokens of each of its chunks."""
+    sequence: Indices
+    """[T], the sequence of each of this rank's tokens."""
+    offset: Indices
+    """[T], its position in the sequence."""
+
+    @classmethod
+    def of(cls, packing: Packing, cp: Axis, tp: Axis) -> _Chunks:
+        numbers = (cp.rank, 2 * cp.size - 1 - cp.rank) if cp.size > 1 else (0,)
+        per_sequence = 2 * cp.size if cp.size > 1 else 1
+        padded = [length + -length % per_sequence for length in packing.lengths]
+        padded[-1] += -sum(padded) % lcm(per_sequence, cp.size * tp.size)
+        widths = [length // per_sequence for length in padded]
+        sequence = np.repeat(np.arange(len(widths)), [len(numbers) * width for width in widths])
+        offset = np.concatenate([np.arange(number * w, (number + 1) * w) for w in widths for number in numbers])
+        return cls(cp, packing, numbers, tuple(widths), sequence, offset)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one rank has all tokens, without padding."""
+        return self.cp.size == 1 and len(self.offset) == self.packing.total
+
+    @property
+    def real(self) -> NDArray[np.bool_]:
+        """[T], False at padding."""
+        return self.offset < np.array(self.packing.lengths)[self.sequence]
+
+    @property
+    def whole_rows(self) -> Indices:
+        """[T], the row of each token in the whole microbatch; 0 at padding."""
+        starts = np.cumsum(self.packing.lengths) - np.array(self.packing.lengths)
+        return np.where(self.real, starts[self.sequence] + self.offset, 0)
+
+    def count_before(self, end: int) -> int:
+        """Returns how many of this rank's tokens are at least `end` tokens before their sequence's end."""
+        return int((self.offset < np.array(self.packing.lengths)[self.sequence] - end).sum())
+
+    def gathered_rows(self) -> list[Indices]:
+        """Returns, by sequence, the row of each of its tokens, padding included, once all ranks' are gathered."""
+        size, count, tokens = self.cp.size, len(self.numbers), len(self.offset)
+        rows, start = [], 0
+        for width in self.widths:
+            if size == 1:
+                rows.append(np.arange(start, start + width))
+            else:
+                early = [rank * tokens + start + np.arange(width) for rank in range(size)]
+                late = [rank * tokens + start + width + np.arange(width) for rank in reversed(range(size))]
+                rows.append(np.concatenate((*early, *late)))
+            start += count * width
+        return rows
+
+
+def _shard(microbatch: Microbatch, chunks: _Chunks, depth: int = 0) -> Microbatch:
     """Shards a microbatch whose positions predict `depth` tokens further ahead than the next."""
-    packing = microbatch.packing
-    padded = _padded(packing.lengths, cp.size, multiple_of)
-    if not padded or (cp.size == 1 and padded == packing.lengths):
+    if chunks.is_whole:
         return microbatch
-
-    device = microbatch.tokens.device
-    numbers = (cp.rank, 2 * cp.size - 1 - cp.rank) if cp.size > 1 else (0,)  # this rank's chunks of a sequence
-    widths = [length // _chunk_count(cp.size) for length in padded]
-    chunks = Packing.from_lengths([width for width in widths for _ in numbers], device)
-    starts = [number * width for width in widths for number in numbers]  # of each chunk in its sequence
-    stops = [length for length in packing.lengths for _ in numbers]  # where the padding of each chunk's sequence begins
-
-    def before(end: int) -> int:
-        """Returns the number of positions here that are at least `end` tokens before their sequence's end."""
-        return sum(
-            max(0, min(width, stop - end - start))
-            for start, width, stop in zip(starts, chunks.lengths, stops, strict=True)
-        )
-
-    padding = chunks.total - before(depth)
-    chunk = chunks.sequence_index()
-    sequence = chunk // len(numbers)
-    positions = torch.tensor(starts, device=device)[chunk] + chunks.positions()
-    real = positions < packing.cu_seqlens.diff()[sequence]
-    rows = (packing.cu_seqlens[sequence] + positions).where(real, 0)
+    device, count = microbatch.tokens.device, len(chunks.numbers)
+    rows, real = (to_device(torch.from_numpy(array), device) for array in (chunks.whole_rows, chunks.real))
+    padding = len(chunks.offset) - chunks.count_before(depth)
 
     def take(values: Tensor, fill: int) -> Tensor:
         selected = values[rows]
@@ -75,47 +127,97 @@ def _shard(microbatch: Microbatch, cp: Axis, multiple_of: int, depth: int = 0) -
     return replace(
         microbatch,
         tokens=take(microbatch.tokens, 0),
-        packing=Packing.from_lengths([len(numbers) * width for width in widths], device),
-        positions=positions,
+        packing=Packing.from_lengths([count * width for width in chunks.widths], device),
+        positions=to_device(torch.from_numpy(chunks.offset), device),
         targets=take(microbatch.targets, IGNORE),
         columns={name: take(column, 0) for name, column in microbatch.columns.items()},
         batch_indices=take(microbatch.batch_indices, -1),
         routing=None if microbatch.routing is None else take(microbatch.routing, -1),
-        target_count=before(depth + 1),
+        target_count=chunks.count_before(depth + 1),
         padding=padding,
         column_stats={},
-        cp_shard=_cp_shard(cp, widths, numbers, chunks) if cp.size > 1 else None,
+        sequence_rows=_sequence_rows(chunks, None, device) if chunks.cp.size > 1 else None,
     )
 
 
-def _chunk_count(size: int) -> int:
-    return 2 * size if size > 1 else 1
+def _shard_trunk(microbatch: Microbatch, tree: SegmentTree, local: Microbatch, whole: _Chunks, tp: Axis) -> Trunk:
+    """Returns the trunk of a whole microbatch. `local` and `whole` are the chunks of its sequences on this rank."""
+    device = microbatch.tokens.device
+    segments = Packing.from_lengths(tree.lengths, device)
+    sequence_starts = np.cumsum(microbatch.packing.lengths) - np.array(microbatch.packing.lengths)
+    firsts = sequence_starts[list(tree.holders)] + np.array(tree.starts)  # the row of each segment's first token
+    rows = np.concatenate([np.arange(first, first + n) for first, n in zip(firsts, tree.lengths, strict=True)])
+    index = to_device(torch.from_numpy(rows), device)
+    unsharded = replace(
+        microbatch,
+        tokens=microbatch.tokens[index],
+        packing=segments,
+        positions=microbatch.positions[index],
+        targets=torch.full_like(index, IGNORE),
+        columns={},
+        last_values={},
+        batch_indices=microbatch.batch_indices[index],
+        sequences=tuple(range(segments.count)),
+        target_count=0,
+        routing=None if microbatch.routing is None else microbatch.routing[index],
+        mtp_microbatches=(),
+        tree=None,
+    )
+    chunks = _Chunks.of(segments, whole.cp, tp)
+    positions = np.array(tree.starts)[chunks.sequence] + chunks.offset
+    sharded = replace(
+        _shard(unsharded, chunks),
+        positions=to_device(torch.from_numpy(positions), device),
+        sequence_rows=_sequence_rows(chunks, tree, device),
+    )
+    by_segment = chunks.gathered_rows()
+    by_sequence = [np.concatenate([by_segment[g][: tree.lengths[g]] for g in path]) for path in tree.paths]
+    of_whole = np.where(whole.real, np.concatenate(by_sequence)[whole.whole_rows], 0)
+    predictions = np.stack((of_whole, local.targets.cpu().numpy()), 1)
+    distinct, first, copies_of = np.unique(predictions, axis=0, return_index=True, return_inverse=True)
+    pairs = [(segment, sequence) for sequence, path in enumerate(tree.paths) for segment in path]
+    segment_of_pair, sequence_of_pair = (torch.tensor(column) for column in zip(*pairs, strict=True))
+    multiplicity = torch.tensor(tree.multiplicities, dtype=torch.float32)[torch.from_numpy(chunks.sequence)]
+    return Trunk(
+        sharded,
+        tree,
+        to_device(multiplicity, device),
+        RowGather.of(of_whole[slice(*tp.block(len(of_whole)))], whole.cp.size * len(chunks.offset), device),
+        first_copies=to_device(torch.from_numpy(first[copies_of.reshape(-1)]), device),
+        distinct_targets=int((distinct[:, 1] != IGNORE).sum()),
+        segment_of_pair=to_device(segment_of_pair, device),
+        sequence_of_pair=to_device(sequence_of_pair, device),
+    )
 
 
-def _padded(lengths: tuple[int, ...], size: int, multiple_of: int) -> tuple[int, ...]:
-    """Returns lengths that divide into chunks, and whose total divides into `size` multiples of `multiple_of`."""
-    padded = [length + -length % _chunk_count(size) for length in lengths]
-    if padded:
-        padded[-1] += -sum(padded) % lcm(_chunk_count(size), size * multiple_of)
-    return tuple(padded)
-
-
-def _cp_shard(cp: Axis, widths: Sequence[int], numbers: Sequence[int], queries: Packing) -> CPShard:
-    """Returns the keys before the end of each chunk, and their rows once all ranks' are gathered in rank order."""
-    device = queries.cu_seqlens.device
-    keys = Packing.from_lengths([(number + 1) * width for width in widths for number in numbers], device)
-    full_packing = Packing.from_lengths([_chunk_count(cp.size) * width for width in widths], device)
-    chunk = keys.sequence_index()
-    key_rows = _rows(cp, queries, chunk - chunk % 2, keys.positions())
-    full_rows = _rows(cp, queries, 2 * full_packing.sequence_index(), full_packing.positions())
-    return CPShard(cp, queries, keys, key_rows, full_packing, full_rows)
-
-
-def _rows(cp: Axis, queries: Packing, chunk: Tensor, position: Tensor) -> Tensor:
-    """Returns the rows of tokens once all ranks' are gathered in rank order: those at `position` in the sequence whose
-    first chunk on every rank is number `chunk`."""
-    width = queries.cu_seqlens.diff()[chunk]
-    number = position // width
-    late = number >= cp.size
-    holder = torch.where(late, 2 * cp.size - 1 - number, number)
-    return holder * queries.total + queries.cu_seqlens[chunk] + late * width + position % width
+def _sequence_rows(chunks: _Chunks, tree: SegmentTree | None, device: torch.device) -> SequenceRows:
+    """Returns the keys before the end of each chunk, and the whole sequences. With a tree, `chunks` are of segments."""
+    lengths, by_segment = chunks.packing.lengths, chunks.gathered_rows()
+    nothing = np.zeros(0, dtype=np.int64)
+    above: list[Indices] = []  # by segment, the rows of the tokens before it in its sequences
+    for segment in range(len(lengths)):
+        parent = -1 if tree is None else tree.parents[segment]
+        parts = (nothing,) if parent < 0 else (above[parent], by_segment[parent][: lengths[parent]])
+        above.append(np.concatenate(parts))
+    keys = [
+        np.concatenate((above[segment], by_segment[segment][: (number + 1) * width]))
+        for segment, width in enumerate(chunks.widths)
+        for number in chunks.numbers
+    ]
+    last_segments = range(len(lengths)) if tree is None else tree.last_segments
+    # Padding is at the end of a sequence: part of it where nothing is shared, else left out, as more may follow it.
+    stops = [len(by_segment[segment]) if tree is None else lengths[segment] for segment in range(len(lengths))]
+    full = [np.concatenate((above[segment], by_segment[segment][: stops[segment]])) for segment in last_segments]
+    gathered, full_rows = chunks.cp.size * len(chunks.offset), np.concatenate(full)
+    row_sources = np.zeros(gathered, dtype=np.int64)
+    row_sources[full_rows] = np.arange(len(full_rows))
+    queries = [width for width in chunks.widths for _ in chunks.numbers]
+    return SequenceRows(
+        axis=chunks.cp,
+        queries=Packing.from_lengths(queries, device),
+        keys=Packing.from_lengths(list(map(len, keys)), device),
+        key_rows=RowGather.of(np.concatenate(keys), gathered, device),
+        full_packing=Packing.from_lengths(list(map(len, full)), device),
+        full_rows=RowGather.of(full_rows, gathered, device),
+        row_sources=to_device(torch.from_numpy(row_sources), device),
+    )

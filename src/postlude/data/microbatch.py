@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from postlude.data.prefix_tree import SegmentTree
 from postlude.ops.collectives import heads_to_sequence, sequence_to_heads, sum_over_group
 from postlude.ops.packing import Packing, to_device
+from postlude.ops.row_gather import RowGather
 from postlude.world.mesh import SINGLE_RANK, Axis
 
 IGNORE = -100
@@ -21,48 +23,84 @@ ROUTING = "routing"
 
 
 @dataclass(frozen=True, eq=False)
-class CPShard:
-    """A rank's two chunks of each of `n` sequences under context parallelism, and the keys they attend to.
+class SequenceRows:
+    """Where the tokens of a sequence are that are not this rank's, or not next to each other.
 
-    Keys and values are gathered over `axis` in rank order, [size * T, ...]. `key_rows` selects those that each chunk
-    attends to, chunk by chunk.
+    They are on other context-parallel ranks, or in segments that sequences share. The tokens of all ranks are gathered
+    over `axis` in rank order, [size * T, ...].
     """
 
     axis: Axis
     """The ranks that share every sequence."""
     queries: Packing
-    """The 2n chunks among this rank's tokens."""
+    """Runs of this rank's tokens: two chunks of each sequence under context parallelism, else segments."""
     keys: Packing
-    """For each chunk, its sequence from the start to the end of the chunk."""
-    key_rows: Tensor
-    """[keys.total] int64, the row of each key in the gathered keys."""
+    """For each run, its sequence from the start to the end of the run."""
+    key_rows: RowGather
+    """The rows of the keys, [keys.total, ...], among the gathered tokens."""
     full_packing: Packing
     """The whole sequences in order, over all ranks' tokens."""
-    full_rows: Tensor
-    """[full_packing.total] int64, the row of each token of `full_packing` in the concatenation of all ranks' tokens."""
+    full_rows: RowGather
+    """The rows of the tokens of `full_packing` among the gathered tokens."""
+    row_sources: Tensor
+    """[size * T] int64, for each gathered token one of its places in `full_packing`; 0 for padding."""
 
-    def to(self, device: torch.device | str) -> CPShard:
-        """Returns the same shard with every tensor on `device`."""
+    def to(self, device: torch.device | str) -> SequenceRows:
+        """Returns the same rows with every tensor on `device`."""
         return replace(
             self,
             queries=self.queries.to(device),
             keys=self.keys.to(device),
-            key_rows=to_device(self.key_rows, device),
+            key_rows=self.key_rows.to(device),
             full_packing=self.full_packing.to(device),
-            full_rows=to_device(self.full_rows, device),
+            full_rows=self.full_rows.to(device),
+            row_sources=to_device(self.row_sources, device),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Trunk:
+    """The tokens that the layers compute for a microbatch whose sequences share tokens, each of those once."""
+
+    microbatch: Microbatch
+    """This rank's tokens, segment by segment. Its `packing` has the segments. It has no targets and columns."""
+    tree: SegmentTree
+    multiplicity: Tensor
+    """[T] fp32, the number of sequences that share each token."""
+    rows: RowGather
+    """The rows of this rank's tokens of the whole sequences, [T / tp], among those of the trunk on all ranks."""
+    first_copies: Tensor
+    """[T] int64 of the whole sequences: the first position here with the same hidden state and the same target."""
+    distinct_targets: int
+    """The number of positions of the whole sequences with a target that are the first with it and their state."""
+    segment_of_pair: Tensor
+    """[pairs] int64: with `sequence_of_pair`, every segment of every sequence."""
+    sequence_of_pair: Tensor
+
+    def to(self, device: torch.device | str) -> Trunk:
+        """Returns the same trunk with every tensor on `device`."""
+        return replace(
+            self,
+            microbatch=self.microbatch.to(device),
+            multiplicity=to_device(self.multiplicity, device),
+            rows=self.rows.to(device),
+            first_copies=to_device(self.first_copies, device),
+            segment_of_pair=to_device(self.segment_of_pair, device),
+            sequence_of_pair=to_device(self.sequence_of_pair, device),
         )
 
 
 class HeadExchange:
     """All-to-all between chunks of sequences with all heads and whole sequences with some heads (Ulysses).
 
-    For operations along a sequence, such as a scan. Without context parallelism it does nothing.
+    For operations along a sequence, such as a scan. Tokens that sequences share are repeated in each. Without context
+    parallelism and shared tokens it does nothing.
     """
 
-    def __init__(self, packing: Packing, cp_shard: CPShard | None) -> None:
-        self.packing = packing if cp_shard is None else cp_shard.full_packing
-        self.axis = SINGLE_RANK if cp_shard is None else cp_shard.axis
-        self._rows = None if cp_shard is None else cp_shard.full_rows
+    def __init__(self, packing: Packing, sequence_rows: SequenceRows | None) -> None:
+        self.packing = packing if sequence_rows is None else sequence_rows.full_packing
+        self.axis = SINGLE_RANK if sequence_rows is None else sequence_rows.axis
+        self._sequence_rows = sequence_rows
 
     def local_heads(self, heads: Tensor) -> Tensor:
         """Returns this rank's block of a per-head tensor [heads, ...]."""
@@ -70,16 +108,15 @@ class HeadExchange:
 
     def to_heads(self, tensor: Tensor) -> Tensor:
         """Exchanges this rank's tokens with all heads [T, heads, ...] for whole sequences [total, local heads, ...]."""
-        if self._rows is None:
+        if self._sequence_rows is None:
             return tensor
-        return sequence_to_heads(tensor, self.axis.group)[self._rows]
+        return self._sequence_rows.full_rows(sequence_to_heads(tensor, self.axis.group))
 
     def to_sequences(self, tensor: Tensor) -> Tensor:
         """Exchanges whole sequences [total, local heads, ...] for this rank's tokens [T, heads, ...]."""
-        if self._rows is None:
+        if self._sequence_rows is None:
             return tensor
-        by_rank = torch.empty_like(tensor).index_copy(0, self._rows, tensor)
-        return heads_to_sequence(by_rank, self.axis.group)
+        return heads_to_sequence(tensor.index_select(0, self._sequence_rows.row_sources), self.axis.group)
 
 
 @dataclass(frozen=True)
@@ -140,14 +177,19 @@ class Microbatch:
     """The number of positions of this microbatch with a target (`targets != IGNORE`), known on the host."""
     padding: int = 0
     """The number of tokens of this microbatch that are padding, known on the host."""
-    cp_shard: CPShard | None = None
-    """This rank's chunks under context parallelism; None where sequences are whole."""
+    sequence_rows: SequenceRows | None = None
+    """Where the other tokens of its sequences are; None where sequences are whole and share none."""
     mtp_microbatches: tuple[Microbatch, ...] = ()
     """For each multi-token-prediction depth d = 1, 2, …, the same positions shifted by d: `tokens` are those d ahead,
     `targets` and `columns` those of the token after that. Positions past the end of a sequence are padding."""
     routing: Tensor | None = None
     """[T, routers, top_k] integers, the experts of each input token. -1: the router chooses. Unlike a column it is
     not shifted."""
+    tree: SegmentTree | None = None
+    """The segments of sequences that begin alike, if their tokens are computed once: `shard_context` makes `trunk`."""
+    trunk: Trunk | None = None
+    """The tokens that the layers compute, if that are not all tokens of the sequences. The output processor's hidden
+    states are those of whole sequences in any case."""
     temperature: float = 1.0
     """The temperature that the tokens were sampled with: the default of the head's log-probs."""
     last_values: Mapping[str, Tensor] = field(default_factory=dict)
@@ -192,9 +234,14 @@ class Microbatch:
         return self.packing.total
 
     @property
+    def layer_microbatch(self) -> Microbatch:
+        """The microbatch that the layers compute: the trunk's, or this one."""
+        return self if self.trunk is None else self.trunk.microbatch
+
+    @property
     def head_exchange(self) -> HeadExchange:
         """The exchange to whole sequences, for operations along them that can be sharded by heads."""
-        return HeadExchange(self.packing, self.cp_shard)
+        return HeadExchange(self.packing, self.sequence_rows)
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -234,9 +281,9 @@ class Microbatch:
         if token_mask is not None and values.shape[:1] == token_mask.shape:
             values = values.masked_fill(~token_mask.view(-1, *[1] * (values.ndim - 1)), 0)
         sums = self.packing.sum(values)
-        if self.cp_shard is None:
+        if self.sequence_rows is None:
             return sums
-        axis = self.cp_shard.axis
+        axis = self.sequence_rows.axis
         if axis.group is None:
             raise ValueError(
                 f"a sum over sequences that {axis.size} ranks share needs the group of those ranks, but the axis they "
@@ -258,7 +305,8 @@ class Microbatch:
             targets=to_device(self.targets, device),
             columns={name: to_device(column, device) for name, column in self.columns.items()},
             batch_indices=to_device(self.batch_indices, device),
-            cp_shard=self.cp_shard and self.cp_shard.to(device),
+            sequence_rows=self.sequence_rows and self.sequence_rows.to(device),
+            trunk=self.trunk and self.trunk.to(device),
             mtp_microbatches=tuple(shifted.to(device) for shifted in self.mtp_microbatches),
             routing=None if self.routing is None else to_device(self.routing, device),
         )

@@ -192,6 +192,7 @@ def _build_depth(
             target_count=count(depth + 1, bin_index),
             padding=sizes[i] - count(depth, bin_index),
             routing=None if routing is None else routing[i],
+            tree=None if depth else plan.tree(bin_index),
             temperature=temperature,
         )
         for i, bin_index in enumerate(bin_indices)
@@ -386,7 +387,7 @@ def _check_whole_batch(microbatches: Sequence[Microbatch], values: Sequence[Tens
                 f"microbatch {microbatch.index} is one of {microbatch.count}, but {len(microbatches)} were given. "
                 f"Give all microbatches of one pack call."
             )
-        if microbatch.padding or microbatch.cp_shard is not None:
+        if microbatch.padding or microbatch.sequence_rows is not None:
             raise ValueError(
                 f"microbatch {microbatch.index} is padded or sharded over ranks, but unpack splits whole sequences. "
                 f"Put its values back with scatter_add."

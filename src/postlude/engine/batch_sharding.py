@@ -21,10 +21,13 @@ from postlude.data.batch import BatchSharding
 from postlude.data.bins import BinPlan, plan_bins, plan_sharded_bins
 from postlude.data.microbatch import ROUTING
 from postlude.data.packing import BatchContent, build_microbatches, has_no_dtype, read_content, sequence_lengths
+from postlude.data.prefix_tree import PrefixOrder, find_shared_prefixes
 from postlude.engine.consistency import ConsistencyCheck, cpu_if_gloo
 from postlude.engine.normalizer import count_name
+from postlude.engine.options import EngineOptions
 from postlude.model.config import ModelConfig
 from postlude.model.routing import check_experts
+from postlude.options import SharePrefixes
 from postlude.world.agreement import Rank0Controller
 from postlude.world.mesh import Axis, Mesh
 
@@ -134,7 +137,33 @@ class LocalBatch:
         return types[0]
 
 
-def scatter_batch(batch: Batch | None, mesh: Mesh, controller: Rank0Controller[Any, Any], budget: int) -> Batch:
+def supported_sharing(options: EngineOptions, config: ModelConfig) -> SharePrefixes:
+    """Returns how the engine shares prefixes: with "auto" not at all where the model cannot.
+
+    Raises ValueError if it cannot with "always".
+    """
+    blocks = (options.blocks[symbol] for symbol in config.pattern.kinds)
+    unable = next((block for block in blocks if not block.shares_prefixes), None)
+    if unable is None and not options.batch_invariant:
+        return options.share_prefixes
+    if options.share_prefixes == "always":
+        reason = (
+            "batch_invariant keeps the bits of every sequence computed alone. Use one of the two."
+            if unable is None
+            else f"{unable.__name__} does not take them. Set shares_prefixes=True on a block that reads other tokens "
+            'through microbatch.sequence_rows or microbatch.head_exchange alone, or use share_prefixes="auto".'
+        )
+        raise ValueError(f'share_prefixes="always" computes common tokens once, but {reason}')
+    return "off"
+
+
+def scatter_batch(
+    batch: Batch | None,
+    mesh: Mesh,
+    controller: Rank0Controller[Any, Any],
+    budget: int,
+    share_prefixes: SharePrefixes = "off",
+) -> Batch:
     """Returns a sharded batch with this rank's sequences. Rank 0 passes the whole batch, the others None.
 
     Rank 0 plans the bins once, and the plan is sent with the batch: an engine with the same `budget` runs it as if
@@ -145,12 +174,13 @@ def scatter_batch(batch: Batch | None, mesh: Mesh, controller: Rank0Controller[A
         return controller.scatter(None)
     if mesh.dp.size == 1:
         return controller.scatter([batch for _ in dp_ranks])
-    bins = plan_bins(batch.lengths, budget, multiple_of=mesh.dp.size, groups=batch.groups)
+    prefixes = _local_prefixes(batch, share_prefixes, mesh.dp.rank)
+    bins = plan_bins(batch.lengths, budget, multiple_of=mesh.dp.size, groups=batch.groups, prefixes=prefixes)
     owners = [0] * len(batch)
     for bin_index, members in enumerate(bins):
         for member in members:
             owners[member] = bin_index % mesh.dp.size
-    sharding = BatchSharding(batch.lengths, owners, bins, budget)
+    sharding = BatchSharding(batch.lengths, owners, bins, budget, prefixes)
     return controller.scatter([_select_rows(batch, sharding, rank) for rank in dp_ranks])
 
 
@@ -170,6 +200,7 @@ def shard_batch(
     device: torch.device,
     step_counts: Mapping[str, float] | None = None,
     adapter: str | None = None,
+    share_prefixes: SharePrefixes = "off",
 ) -> LocalBatch:
     """Returns this rank's microbatches of a batch. Every rank raises if one does, or if their batches differ.
 
@@ -178,7 +209,12 @@ def shard_batch(
     """
     check, depths = ConsistencyCheck(device), len(config.pattern.mtp)
     plan = _agreed_plan(
-        batch, mesh.dp.size, budget, check, repr((sorted((step_counts or {}).items()), adapter, batch.temperature))
+        batch,
+        mesh.dp,
+        budget,
+        check,
+        share_prefixes,
+        repr((sorted((step_counts or {}).items()), adapter, batch.temperature)),
     )
     bin_indices = range(mesh.dp.rank, len(plan.bins), mesh.dp.size)
     content = _agreed_content(batch, plan, bin_indices, mesh.dp, config, check)
@@ -186,17 +222,27 @@ def shard_batch(
     counts = {"sequences": float(len(plan.lengths))}
     for depth in range(depths + 1):
         counts[count_name("tokens", depth)] = float(sum(max(0, length - 1 - depth) for length in plan.lengths))
-    local = [shard_context(microbatch, mesh.cp, multiple_of=mesh.tp.size).to(device) for microbatch in microbatches]
+    local = [shard_context(microbatch, mesh.cp, mesh.tp).to(device) for microbatch in microbatches]
     return LocalBatch(plan, local, counts | _column_sums(microbatches, mesh, device), batch.sharding is not None, mesh)
 
 
-def _agreed_plan(batch: Batch, ranks: int, budget: int, check: ConsistencyCheck, settings: str) -> BinPlan:
+def _agreed_plan(
+    batch: Batch, dp: Axis, budget: int, check: ConsistencyCheck, share_prefixes: SharePrefixes, settings: str
+) -> BinPlan:
     """Returns the plan of microbatches. Raises if ranks have different plans, columns or `settings`."""
+    prefixes = None
+    is_planned = _is_planned(batch, budget, share_prefixes)
+    if share_prefixes != "off" and not is_planned:
+        with check.exchange("find the tokens that its sequences share", {}):
+            prefixes = _local_prefixes(batch, share_prefixes, dp.rank)
+        if batch.sharding is not None and dp.group is not None:
+            prefixes = _gather_prefixes(prefixes, batch.sharding, dp)
     # The verb phrase completes an error message: "rank 3 could not plan its microbatches".
     with check.exchange("plan its microbatches", {"plan": 1}) as values:
-        plan = _plan(batch, ranks, budget)
+        plan = _plan(batch, dp.size, budget, prefixes, is_planned=is_planned)
         members = plan.members(range(len(plan.bins)))
-        values["plan"] = [check.digest(plan.lengths, [*map(len, plan.bins)], members, *batch.columns, settings)]
+        shared = () if prefixes is None else (*prefixes.order, *prefixes.common)
+        values["plan"] = [check.digest(plan.lengths, [*map(len, plan.bins)], members, shared, *batch.columns, settings)]
     if check.differs("plan"):
         raise ValueError(
             "the ranks were given batches of different lengths, groups, owners, columns or temperatures, or different "
@@ -266,16 +312,54 @@ def with_step_tokens(local: LocalBatch, counts: Mapping[str, float], config: Mod
     return local.microbatches
 
 
-def _plan(batch: Batch, ranks: int, budget: int) -> BinPlan:
+def _local_prefixes(batch: Batch, share: SharePrefixes, rank: int) -> PrefixOrder | None:
+    """Returns the tokens that the sequences on this rank share: of the whole batch, or of a sharded one its part.
+
+    Their indices are those of the whole batch.
+    """
+    if share == "off" or not len(batch.sequences):
+        return None
+    lengths, sharding = sequence_lengths(batch.sequences), batch.sharding
+    prefixes = find_shared_prefixes(batch.sequences, lengths, share, batch.columns.get(ROUTING))
+    if prefixes is None or sharding is None:
+        return prefixes
+    owned = [index for index, owner in enumerate(sharding.owners) if owner == rank]
+    return PrefixOrder(tuple(owned[row] for row in prefixes.order), prefixes.common)
+
+
+def _is_planned(batch: Batch, budget: int, share: SharePrefixes) -> bool:
+    """Whether `scatter_batch` planned microbatches that fit this engine: its budget, and its sharing of tokens."""
+    sharding = batch.sharding
+    fits = sharding is not None and sharding.bins is not None and sharding.budget == budget
+    return fits and sharding is not None and (share != "off" or sharding.prefixes is None)
+
+
+def _gather_prefixes(local: PrefixOrder | None, sharding: BatchSharding, dp: Axis) -> PrefixOrder | None:
+    """Returns the tokens that sequences of the whole batch share, from what each data-parallel rank found."""
+    by_rank: list[PrefixOrder | None] = [None] * dp.size
+    dist.all_gather_object(by_rank, local, group=dp.group)
+    if all(order is None for order in by_rank):
+        return None
+    orders = [
+        order or PrefixOrder.unshared([index for index, owner in enumerate(sharding.owners) if owner == rank])
+        for rank, order in enumerate(by_rank)
+    ]
+    return PrefixOrder(sum((order.order for order in orders), ()), sum((order.common for order in orders), ()))
+
+
+def _plan(batch: Batch, ranks: int, budget: int, prefixes: PrefixOrder | None, *, is_planned: bool) -> BinPlan:
     if not len(batch):
         raise ValueError("there are no sequences to pack. Skip the step when a batch is empty.")
     if batch.sharding is None:
         lengths = sequence_lengths(batch.sequences)
-        return BinPlan(lengths, plan_bins(lengths, budget, multiple_of=ranks, groups=batch.groups))
+        bins = plan_bins(lengths, budget, multiple_of=ranks, groups=batch.groups, prefixes=prefixes)
+        return BinPlan(lengths, bins, prefixes)
     lengths = [int(length) for length in batch.sharding.lengths]
-    if batch.sharding.bins is not None and batch.sharding.budget == budget:
-        return BinPlan(lengths, batch.sharding.bins)
-    return BinPlan(lengths, plan_sharded_bins(lengths, batch.sharding.owners, ranks, budget, groups=batch.groups))
+    if is_planned:
+        return BinPlan(lengths, batch.sharding.bins or (), batch.sharding.prefixes)
+    owners = batch.sharding.owners
+    bins = plan_sharded_bins(lengths, owners, ranks, budget, groups=batch.groups, prefixes=prefixes)
+    return BinPlan(lengths, bins, prefixes)
 
 
 def _read_bins(batch: Batch, plan: BinPlan, rank: int, bin_indices: Sequence[int]) -> BatchContent:

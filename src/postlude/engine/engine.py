@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from postlude.data import Batch
 from postlude.engine import checkpoint, export, gradients, streaming
 from postlude.engine.adapters import Adapters, add_adapter_configs, weight_deltas
-from postlude.engine.batch_sharding import LocalBatch, shard_batch, with_step_tokens
+from postlude.engine.batch_sharding import LocalBatch, shard_batch, supported_sharing, with_step_tokens
 from postlude.engine.failure_state import FailureState
 from postlude.engine.layer_metrics import LayerMetrics
 from postlude.engine.normalizer import LossNormalizer, MetricAccumulator, MetricIndex, check_counts
@@ -74,6 +74,7 @@ class Engine(TrainingStateProperties):
         recast = read_recast_plan(source, self.families, self.block_types) if isinstance(source, Recast) else None
         self.new_tensors = () if recast is None else recast.new_tensors
         self.generation_config = read_generation_config(source, self.block_types)
+        self.share_prefixes = supported_sharing(options, self.config)
         self.adapters = Adapters(options, self.config, self.family, self.block_types)
         self.builder = StageBuilder(
             config=self.config,
@@ -209,7 +210,14 @@ class Engine(TrainingStateProperties):
         layers, plan = self.layer_metrics.compute(totals), local.plan
         loss, reductions = metrics.pop("loss"), dict(self.metric_index.slots.keys()) | layers.reductions
         return PassResult(
-            loss, metrics | layers.numbers, len(plan.bins), plan.tokens, reductions, layers.vectors, outputs
+            loss,
+            metrics | layers.numbers,
+            len(plan.bins),
+            plan.tokens,
+            plan.shared_tokens,
+            reductions,
+            layers.vectors,
+            outputs,
         )
 
     def optimizer_step(self, config: OptimizerConfig | None = None) -> StepResult:
@@ -427,6 +435,7 @@ class Engine(TrainingStateProperties):
         """Returns this rank's microbatches. If one rank raises, all do, and the engine stays usable."""
         self.failure_state.check()
         options: dict[str, Any] = {"step_counts": step_counts, "adapter": self.adapters.active}
+        options["share_prefixes"] = self.share_prefixes
         return shard_batch(batch, self.mesh, self.config, budget=self.options.budget, device=self.device, **options)
 
     @property

@@ -23,6 +23,8 @@ class PassResult:
     metrics: Mapping[str, float]
     microbatches: int
     tokens: int
+    shared_tokens: int = 0
+    """How many of the tokens were not computed, since another sequence of their microbatch begins with them too."""
     reductions: Mapping[str, Reduction] = field(default_factory=dict)
     """The reduction of each metric, to combine metrics of several passes."""
     layer_vectors: Mapping[str, list[float]] = field(default_factory=dict)

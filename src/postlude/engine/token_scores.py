@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from postlude.data.microbatch import IGNORE
 from postlude.model import OutputInputs
 
 TokenProcessor = Callable[[OutputInputs], Mapping[str, Tensor]]  # returns values [T, ...] by name
@@ -24,8 +26,13 @@ def logprob_processor(entropy: bool) -> TokenProcessor:
     """Returns a processor for the log-probs of the targets and, on request, the entropies."""
 
     def processor(inputs: OutputInputs) -> dict[str, Tensor]:
-        stats = inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets, entropy=entropy)
-        return {"logprob": stats.logprob} | ({} if stats.entropy is None else {"entropy": stats.entropy})
+        targets, count, trunk = inputs.microbatch.targets, inputs.microbatch.target_count, inputs.microbatch.trunk
+        if trunk is not None:  # equal predictions are computed once
+            is_copy = trunk.first_copies != torch.arange(len(targets), device=targets.device)
+            targets, count = targets.masked_fill(is_copy, IGNORE), trunk.distinct_targets
+        stats = inputs.head.logprobs(inputs.hidden, targets, target_count=count, entropy=entropy)
+        values = {"logprob": stats.logprob} | ({} if stats.entropy is None else {"entropy": stats.entropy})
+        return values if trunk is None else {name: value[trunk.first_copies] for name, value in values.items()}
 
     return processor
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude.data import Microbatch
+from postlude.data.microbatch import Trunk
 from postlude.model.recompute import Recompute
 from postlude.ops.attention import ScoreConfig
 from postlude.ops.decode_linear import COUNTERS
@@ -77,8 +78,9 @@ class DecodeState(Protocol):
 class ForwardContext:
     """One microbatch's packing and positions, and shared rotary tables.
 
-    The microbatch is this context-parallel rank's, the same on its tensor-parallel ranks. Between blocks each of those
-    holds the hidden states of its own shard of the tokens.
+    With a `trunk`, `microbatch` is the trunk's, and its packing has the segments that sequences share. It is this
+    context-parallel rank's, the same on its tensor-parallel ranks. Between blocks each of those holds the hidden states
+    of its own shard of the tokens.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class ForwardContext:
         microbatch: Microbatch,
         mesh: Mesh | None = None,
         *,
+        trunk: Trunk | None = None,
         decode_state: DecodeState | None = None,
         recompute: Recompute = "none",
         scan_backend: ScanBackend = "auto",
@@ -93,6 +96,7 @@ class ForwardContext:
         recorder: Recorder = NO_RECORDER,
     ) -> None:
         self.microbatch = microbatch
+        self.trunk = trunk
         self.mesh = mesh or Mesh.single_rank()
         self.decode_state = decode_state
         self.recompute = recompute
@@ -105,7 +109,7 @@ class ForwardContext:
         self._tables: dict[tuple[RotaryConfig, int], tuple[Tensor, Tensor]] = {}
 
     def mtp_contexts(self) -> list[ForwardContext]:
-        """Returns the contexts of the MTP depths. Depths choose their experts themselves."""
+        """Returns the contexts of the MTP depths. Depths choose their experts themselves, and share no tokens."""
         return [
             ForwardContext(
                 microbatch, self.mesh, recompute=self.recompute, scan_backend=self.scan_backend, recorder=self.recorder
@@ -159,6 +163,29 @@ class ForwardContext:
         if self.token_mask is None:
             return values
         return torch.where(self.token_mask.view(-1, *(1,) * (values.ndim - 1)), values, 0.0)
+
+    def count_copies(self, values: Tensor) -> Tensor:
+        """Returns `values` [T / tp, ...] times the number of sequences that share each token, and 0 at padding."""
+        values = self.drop_padding(values)
+        if self.trunk is None:
+            return values
+        copies = self.trunk.multiplicity
+        copies = copies[slice(*self.mesh.tp.block(len(copies)))].view(-1, *(1,) * (values.ndim - 1))
+        return values * copies
+
+    def sum_to_sequences(self, values: Tensor) -> Tensor:
+        """Returns the sum over the segments of each sequence: [packing.count, ...] -> [sequences, ...]."""
+        if self.trunk is None:
+            return values
+        sums = values.new_zeros(len(self.trunk.tree.last_segments), *values.shape[1:])
+        return sums.index_add_(0, self.trunk.sequence_of_pair, values[self.trunk.segment_of_pair])
+
+    def sum_to_segments(self, values: Tensor) -> Tensor:
+        """Returns the sum over the sequences of each segment: [sequences, ...] -> [packing.count, ...]."""
+        if self.trunk is None:
+            return values
+        sums = values.new_zeros(self.packing.count, *values.shape[1:])
+        return sums.index_add_(0, self.trunk.segment_of_pair, values[self.trunk.sequence_of_pair])
 
     @torch.no_grad()
     def total(self, values: Tensor) -> Tensor:

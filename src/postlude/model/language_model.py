@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Container, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, cast, get_args
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from postlude.checks import check_choice
 from postlude.data import Microbatch
+from postlude.data.microbatch import Trunk
 from postlude.head import HeadConfig
 from postlude.layout import Layout, Stage
 from postlude.lora import NO_ADAPTERS, AdapterConfigs, LoRAGroup
@@ -49,6 +51,7 @@ from postlude.model.stack import HybridStack, LogicalLayer
 from postlude.model.steps import LayerStep, compute
 from postlude.model.storage import check_storage
 from postlude.ops.batch_invariant import with_batch_invariance_of_model
+from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.kernels.capabilities import ScanBackend
 from postlude.ops.linear_logprobs import LogitConfig
 from postlude.trace.recorder import NO_RECORDER, Recorder
@@ -159,12 +162,13 @@ class LanguageModel(FSDPUnit):
         communication and waits, in forward and backward.
         """
         processor, processor_context = self._resolve_processor(targets, output_processor, output_processor_context)
-        context = self._context(microbatch, decode_state, recorder)
+        context = self._context(microbatch.layer_microbatch, decode_state, recorder, microbatch.trunk)
         embedding = self._embedding_weight()
         hidden = self.layers(self._stage_input(hidden, embedding, context), context)
         if not self.stage.last:
             return hidden
-        return self._run_processor(self.norm(hidden), embedding, processor, processor_context, context)
+        hidden, context = self._final(hidden, context), self._output_context(microbatch, context)
+        return self._run_processor(hidden, embedding, processor, processor_context, context)
 
     def build_schedule_plan(
         self,
@@ -182,7 +186,7 @@ class LanguageModel(FSDPUnit):
         has the steps of the multi-token-prediction depths if the processor has `mtp_options`.
         """
         processor, processor_context = self._resolve_processor(targets, output_processor, output_processor_context)
-        context = self._context(microbatch, recorder=recorder)
+        context = self._context(microbatch.layer_microbatch, recorder=recorder, trunk=microbatch.trunk)
 
         def embed(context: ForwardContext) -> Mapping[str, Any]:
             embedding = self._embedding_weight()
@@ -195,7 +199,7 @@ class LanguageModel(FSDPUnit):
         # summed as in a plain forward.
         steps = [step for layer in self.layers.values() for step in cast(LogicalLayer, layer).planned_steps(context)]
         output_steps = (
-            self._planned_output(processor, processor_context, context)
+            self._planned_output(processor, processor_context, context, self._output_context(microbatch, context))
             if self.stage.last
             else [PlannedStep(compute("output", output, never_recompute=True), context, name="output")]
         )
@@ -211,7 +215,11 @@ class LanguageModel(FSDPUnit):
         )
 
     def _planned_output(
-        self, processor: OutputProcessor, processor_context: Any, context: ForwardContext
+        self,
+        processor: OutputProcessor,
+        processor_context: Any,
+        trunk_context: ForwardContext,
+        context: ForwardContext,
     ) -> list[PlannedStep]:
         """Returns a plan's steps from the last layer to the processor's result, with the MTP depths it declares."""
         mtp_options: MTPOptions | None = getattr(processor, "mtp_options", None)
@@ -228,7 +236,7 @@ class LanguageModel(FSDPUnit):
             return {OUTPUT: self._run_processor(hidden, embedding, processor, processor_context, context, planned)}
 
         return [
-            final_norm_step(0, self.norm, context),
+            final_norm_step(0, partial(self._final, context=trunk_context), context),
             *depths,
             PlannedStep(
                 LayerStep("output", "compute", reads, output, never_recompute=True),
@@ -239,19 +247,37 @@ class LanguageModel(FSDPUnit):
         ]
 
     def _context(
-        self, microbatch: Microbatch, decode_state: DecodeState | None = None, recorder: Recorder = NO_RECORDER
+        self,
+        microbatch: Microbatch,
+        decode_state: DecodeState | None = None,
+        recorder: Recorder = NO_RECORDER,
+        trunk: Trunk | None = None,
     ) -> ForwardContext:
         if microbatch.routing is not None:
             check_routing(microbatch.routing, self.routers)
         return ForwardContext(
             microbatch,
             self.mesh,
+            trunk=trunk,
             decode_state=decode_state,
             recompute=self.recompute,
             scan_backend=self.scan_backend,
             routers=tuple(self.routers),
             recorder=recorder,
         )
+
+    def _output_context(self, microbatch: Microbatch, context: ForwardContext) -> ForwardContext:
+        """Returns the context of the output processor and the MTP depths, whose sequences are whole."""
+        return context if microbatch.trunk is None else self._context(microbatch, recorder=context.recorder)
+
+    def _final(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+        """Returns the final states of whole sequences, from the last layer's output: both [T / tp, H]."""
+        hidden = self.norm(hidden)
+        if context.trunk is None:
+            return hidden
+        for axis in (self.mesh.tp, self.mesh.cp):
+            hidden = gather_from_sequence(hidden, axis.group)
+        return context.trunk.rows(hidden)
 
     def _run_processor(
         self,

@@ -128,7 +128,7 @@ def _depth_inputs(hidden: Tensor, embedded: Tensor, number: int, *, stop_trunk: 
     return hidden if number else hidden.detach(), embedded.detach()
 
 
-def final_norm_step(depth: int, norm: RMSNorm, context: ForwardContext) -> PlannedStep:
+def final_norm_step(depth: int, norm: Callable[[Tensor], Tensor], context: ForwardContext) -> PlannedStep:
     """Returns the planned step that passes a depth's final states (0: the trunk's) to the next one and the processor.
 
     It passes the embedding along for a tied head, so that its gradients are summed in the order of a plain forward.

@@ -203,7 +203,7 @@ class _PendingTransfers:
             if source == executor.rank:
                 executor.channels.send(action, self.outgoing.pop(action), self.max_pending)
                 continue
-            rows = len(self.microbatches[action.microbatch]) // executor.mesh.tp.size
+            rows = len(self.microbatches[action.microbatch].layer_microbatch) // executor.mesh.tp.size
             shape, device = (rows, model.config.hidden_size), next(model.parameters()).device
             self.incoming[action] = executor.channels.receive(action, shape, executor.dtype, device)
 

@@ -97,7 +97,7 @@ class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
         else:
             tasks = [row for row in rows if isinstance(row, Task)]
             sampled = self.rollout_sampler.sample_and_scatter(
-                lambda: self.sample_rollouts(tasks, held_out=held_out), self.engine.mesh
+                lambda: self.sample_rollouts(tasks, held_out=held_out), self.engine
             )
             (batch,), metrics = sampled.minibatches, sampled.metrics
         with self.timer("teacher"):

@@ -31,7 +31,7 @@ from postlude.recipes.config.environments import EnvironmentMixture, environment
 from postlude.recipes.config.policy_configs import GRPOConfig, PolicyConfig
 from postlude.recipes.config.settings import build_objective
 from postlude.recipes.references import open_frozen_model, prune_references, reference_name
-from postlude.recipes.report.metrics import LOSS, REWARD_KL, SKIPPED
+from postlude.recipes.report.metrics import LOSS, REWARD_KL, SHARED, SKIPPED
 from postlude.recipes.rollout_columns import (
     GROUP,
     MASK,
@@ -198,7 +198,7 @@ class GRPOTrainer(Trainer):
 
     def collect_rollouts(self) -> RolloutBatch:
         """Samples trajectories on rank 0 and scatters them. Every rank calls it and gets its own sequences."""
-        return self.rollout_sampler.sample_and_scatter(self.sample_rollouts, self.engine.mesh)
+        return self.rollout_sampler.sample_and_scatter(self.sample_rollouts, self.engine)
 
     def sample_rollouts(self) -> RolloutBatch:
         """Runs on rank 0. Returns the minibatches of the step, with the sequences of all ranks."""
@@ -283,7 +283,7 @@ class GRPOTrainer(Trainer):
         # first minibatch trains with the weights that sampled it: its ratio is that engine's mismatch with the trainer.
         if self.config.first_ratio_is_mismatch and "kl_old" in results[0]:
             metrics |= mismatch_of_ratio(results[0])
-        return metrics | {name: sum(result[name] for result in results) for name in ("tokens", SKIPPED)}
+        return metrics | {name: sum(result[name] for result in results) for name in ("tokens", SHARED, SKIPPED)}
 
     def _begin_step(self, step: int) -> None:
         """Replaces the optimizer of a warm start, and makes the current weights the reference, if that is due."""

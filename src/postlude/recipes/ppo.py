@@ -19,7 +19,7 @@ from postlude.recipes.checks.second_model import second_model_check
 from postlude.recipes.config.policy_configs import PPOConfig
 from postlude.recipes.grpo import GRPOTrainer
 from postlude.recipes.grpo import checks as rollout_checks
-from postlude.recipes.report.metrics import LOSS, REWARD_KL, SKIPPED
+from postlude.recipes.report.metrics import LOSS, REWARD_KL, SHARED, SKIPPED
 from postlude.recipes.rollout_columns import MASK, REWARD, RolloutRows, penalty_mean, reward_penalties
 from postlude.recipes.run.health import CRITIC  # also the directory of the critic's checkpoints
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
@@ -95,7 +95,7 @@ class PPOTrainer(GRPOTrainer):
         self.health.check_update(result.loss, update.skipped, self.step + 1, CRITIC)
         metrics = {LOSS: result.loss, "critic/loss": result.loss, **result.metrics}
         metrics |= {"critic/grad_norm": update.grad_norm, "critic/lr": update.lr}
-        return metrics | {SKIPPED: float(update.skipped), "tokens": result.tokens}
+        return metrics | {SKIPPED: float(update.skipped), "tokens": result.tokens, SHARED: result.shared_tokens}
 
     def save(self) -> None:
         """Writes a checkpoint. A critic with a model of its own is saved completely before the policy."""

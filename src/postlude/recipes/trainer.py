@@ -34,7 +34,7 @@ from postlude.recipes.config.settings import TrainingConfig
 from postlude.recipes.export import BestCheckpoint, export_run, push_run
 from postlude.recipes.mtp import MTPLoss, model_source
 from postlude.recipes.report.finish import finish_failed_run, finish_run
-from postlude.recipes.report.metrics import LOSS, MEMORY, SKIPPED, SPEED
+from postlude.recipes.report.metrics import LOSS, MEMORY, SHARED, SKIPPED, SPEED
 from postlude.recipes.run.config_changes import MAY_CHANGE, check_same_config
 from postlude.recipes.run.directory import (
     ReadOnlyRun,
@@ -325,7 +325,7 @@ class Trainer(ABC):
             self.layer_vectors[name] = [sum(pair) for pair in zip(sums, vector, strict=True)]
         self.health.check_update(result.loss, update.skipped, self.step + 1)
         metrics = {LOSS: result.loss, **result.metrics, "grad_norm": update.grad_norm, "lr": update.lr}
-        return metrics | {SKIPPED: float(update.skipped), "tokens": result.tokens}
+        return metrics | {SKIPPED: float(update.skipped), "tokens": result.tokens, SHARED: result.shared_tokens}
 
     def save(self) -> None:
         """Writes a checkpoint of the last finished step, if there is none. Raises `UnhealthyRun` if weights are bad."""

@@ -90,22 +90,54 @@ def has_routing_column(compute_dtype: torch.dtype, config: ModelConfig) -> bool:
 
 
 def batches(
-    objective: str, config: ModelConfig, seed: int, compute_dtype: torch.dtype = torch.float32
+    objective: str,
+    config: ModelConfig,
+    seed: int,
+    compute_dtype: torch.dtype = torch.float32,
+    *,
+    share_prefixes: bool = False,
 ) -> dict[str, Batch]:
     """Returns batches by name: unequal lengths of which one fills a microbatch, and fewer sequences than ranks.
 
-    For preferences, pairs of them.
+    For preferences, pairs of them. With `share_prefixes` most begin like another.
     """
     pairs = objective == "dpo"
     many_lengths = (5, 3, 8, 2, 12, 7, 9, 4, 20, BUDGET - 20) if pairs else (5, 1, 8, 3, 12, 2, 7, 9, 4, 11, BUDGET)
     few_lengths = (6, 4) if pairs else (6,)
     batches = {}
     for index, (name, lengths) in enumerate({"many": many_lengths, "few": few_lengths}.items()):
-        batches[name] = batch = _batch(lengths, config.vocab_size, seed + index, pairs)
+        batch = _batch(lengths, config.vocab_size, seed + index, pairs)
         if has_routing_column(compute_dtype, config):
             routing = _random_routing(config.routers, sum(lengths), seed + index)
-            batches[name] = replace(batch, columns={**batch.columns, ROUTING: routing.split(lengths)})
+            batch = replace(batch, columns={**batch.columns, ROUTING: routing.split(lengths)})
+        batches[name] = _with_shared_beginnings(batch, seed + index) if share_prefixes else batch
     return batches
+
+
+def case_batches(case: Case, config: ModelConfig) -> dict[str, Batch]:
+    """Returns the batches of a case, by name."""
+    return batches(
+        case.objective, config, case.seed, case.compute_dtype, share_prefixes=case.share_prefixes == "always"
+    )
+
+
+def _with_shared_beginnings(batch: Batch, seed: int) -> Batch:
+    """Returns the batch with the beginnings of most sequences, and their routing, replaced by those of earlier ones.
+
+    So there are trees of several levels, branches of one token, and sequences that are the beginning of another.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    sequences = [torch.as_tensor(tokens).clone() for tokens in batch.sequences]
+    routing = list(batch.columns.get(ROUTING, ()))
+    for index in range(1, len(sequences)):
+        source, draw = (int(torch.randint(limit, (), generator=generator)) for limit in (index, 4))
+        shortest = min(len(sequences[source]), len(sequences[index]))
+        shared = (shortest, shortest - 1, (shortest + 1) // 2, 0)[draw]
+        sequences[index][:shared] = sequences[source][:shared]
+        if routing:
+            routing[index] = torch.cat((routing[source][:shared], routing[index][shared:]))
+    columns = {**batch.columns, **({ROUTING: routing} if routing else {})}
+    return replace(batch, sequences=sequences, columns=columns)
 
 
 def _random_routing(routers: Routers, tokens: int, seed: int) -> Tensor:

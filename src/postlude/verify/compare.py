@@ -40,7 +40,7 @@ from postlude.verify.adapters import (
     pack_batch,
     randomize_b,
 )
-from postlude.verify.cases import Case, batches
+from postlude.verify.cases import Case, case_batches
 from postlude.verify.choices import MOST_ROUNDING, OBJECTIVES, ROUNDINGS, TOLERANCES, WIDER
 from postlude.verify.steps import VALUE_HEAD, WithCritic, adapter_weights, steps_in_layout, steps_on_one_rank
 from postlude.world.mesh import Mesh
@@ -161,7 +161,7 @@ def run_in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[st
     engine = _engine(case, mesh, device)
     objective = _objective(case, engine.config)
     values = {}
-    for name, batch in batches(case.objective, engine.config, case.seed, case.compute_dtype).items():
+    for name, batch in case_batches(case, engine.config).items():
         engine.zero_grad()
         result = engine.forward_backward(batch, objective)
         streamed = engine.gradients() if case.lora is None else stream_adapters(engine, gradients=True)
@@ -184,7 +184,7 @@ def _engine(case: Case, mesh: Mesh, device: torch.device | str, **options: Any) 
 
 def _steps_in_layout(case: Case, mesh: Mesh, device: torch.device | str) -> dict[str, Tensor]:
     config, critic = read_model(_source(case), blocks=case.blocks or BLOCKS)[1], case.lora is None
-    objective, batch = _objective(case, config), batches(case.objective, config, case.seed)["many"]
+    objective, batch = _objective(case, config), case_batches(case, config)["many"]
     build = partial(_engine, case, mesh, device, critic=critic)
     return steps_in_layout(build, WithCritic(objective) if critic else objective, batch, case.seed)
 
@@ -193,7 +193,7 @@ def _steps_on_one_rank(case: Case, device: torch.device | str) -> dict[str, Tens
     source = with_mtp(_source(case), blocks=case.blocks or BLOCKS)
     critic = case.lora is None
     model = _plain_model(case, source, device, value_head=critic)
-    objective, batch = _objective(case, model.config), batches(case.objective, model.config, case.seed)["many"]
+    objective, batch = _objective(case, model.config), case_batches(case, model.config)["many"]
     streamed = partial(_weights, source=source) if critic else adapter_weights
     return steps_on_one_rank(model, WithCritic(objective) if critic else objective, batch, case.seed, device, streamed)
 
@@ -210,7 +210,7 @@ def run_on_one_rank(
     model = _plain_model(case if dtype is None else replace(case, compute_dtype=dtype), source, device)
     objective, layer_metrics = _objective(case, model.config), LayerMetrics(model.config)
     values = {}
-    for name, batch in batches(case.objective, model.config, case.seed, case.compute_dtype).items():
+    for name, batch in case_batches(case, model.config).items():
         packed = pack_batch(batch, depths=len(model.config.pattern.mtp))
         microbatches = [microbatch.to(device) for microbatch in packed]
         scale = LossNormalizer(packed)

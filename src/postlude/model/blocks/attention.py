@@ -157,7 +157,7 @@ class Attention(Block):
 
     Config: ClassVar[type[AttentionConfig]] = AttentionConfig
     roles: ClassVar[Mapping[str, Role]] = {"sinks": "vector"}
-    supports_decoding = batch_invariant = True
+    supports_decoding = shares_prefixes = batch_invariant = True
 
     def __init__(self, config: AttentionConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)
@@ -258,16 +258,16 @@ class Attention(Block):
         return ScoreConfig(scale=scale, window=config.window, softcap=config.softcap, sinks=sinks)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> Tensor:
-        """Attends over whole sequences: packed, context-parallel, or with a KV cache."""
+        """Attends over whole sequences: packed, over several ranks or with shared tokens, or with a KV cache."""
         score_config = self._score_config()
         if context.decode_state is not None:
             return context.decode_state.attend(self.name, query, key, value, score_config)
-        cp_shard = context.microbatch.cp_shard
-        if cp_shard is None:
+        sequence_rows = context.microbatch.sequence_rows
+        if sequence_rows is None:
             return attend(query, key, value, context.packing, context.packing, score_config)
-        key_value = gather_from_sequence(torch.cat((key, value), dim=-1), cp_shard.axis.group)[cp_shard.key_rows]
-        key, value = key_value.split((key.shape[-1], value.shape[-1]), dim=-1)
-        return attend(query, key, value, cp_shard.queries, cp_shard.keys, score_config)
+        gathered = gather_from_sequence(torch.cat((key, value), dim=-1), sequence_rows.axis.group)
+        key, value = sequence_rows.key_rows(gathered).split((key.shape[-1], value.shape[-1]), dim=-1)
+        return attend(query, key, value, sequence_rows.queries, sequence_rows.keys, score_config)
 
 
 class SlidingAttention(Attention):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from postlude.checks import Finite, Positive, check_bounds
+from postlude.data.microbatch import SequenceRows
 from postlude.layout import Layout, nearest_degrees
 from postlude.model.block_config import NOMINAL_LENGTH, BlockConfig, Size, default_heads
 from postlude.model.blocks.attention import AttentionConfig
@@ -136,7 +137,7 @@ class LatentAttention(Block):
     """
 
     Config: ClassVar[type[LatentAttentionConfig]] = LatentAttentionConfig
-    supports_decoding = True
+    supports_decoding = shares_prefixes = True
 
     def __init__(self, config: LatentAttentionConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)
@@ -169,10 +170,8 @@ class LatentAttention(Block):
             heads = context.decode_state.attend_latents(
                 self.name, (query_part, query_rotated, latent), (latent[:, None],), self._decode, self._prefill
             )
-        elif context.microbatch.cp_shard is not None:
-            cp_shard = context.microbatch.cp_shard
-            latent_keys = gather_from_sequence(latent, cp_shard.axis.group)[cp_shard.key_rows]
-            heads = self._attend((query_part, query_rotated, latent_keys), cp_shard.queries, cp_shard.keys)
+        elif context.microbatch.sequence_rows is not None:
+            heads = self._attend_rows((query_part, query_rotated, latent), context.microbatch.sequence_rows)
         else:
             heads = self._prefill((query_part, query_rotated, latent), context.packing)
         output: Tensor = self.o_proj(heads.flatten(-2))
@@ -197,18 +196,28 @@ class LatentAttention(Block):
 
     def _prefill(self, inputs: Inputs, packing: Packing) -> Tensor:
         """Attends to whole sequences: query parts [T, heads, ...], latents [T, latent + rope] -> [T, heads, value]."""
-        return self._attend(inputs, packing, packing)
-
-    def _attend(self, inputs: Inputs, queries: Packing, keys: Packing) -> Tensor:
-        """Expands latents to keys and values, and attends to them."""
-        config = self.config
         query_part, query_rotated, latent = inputs
+        key, value = self._expand(latent)
+        query = torch.cat((query_part, query_rotated), dim=-1)
+        return attend(query, key, value, packing, packing, self.config.score_config)
+
+    def _attend_rows(self, inputs: Inputs, sequence_rows: SequenceRows) -> Tensor:
+        """Attends to keys on other ranks, or that sequences share."""
+        query_part, query_rotated, latent = inputs
+        key, value = self._expand(gather_from_sequence(latent, sequence_rows.axis.group))
+        key_value = sequence_rows.key_rows(torch.cat((key, value), dim=-1))
+        key, value = key_value.split((key.shape[-1], value.shape[-1]), dim=-1)
+        query = torch.cat((query_part, query_rotated), dim=-1)
+        return attend(query, key, value, sequence_rows.queries, sequence_rows.keys, self.config.score_config)
+
+    def _expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns keys [T, heads, nope + rope] and values [T, heads, value] of latents [T, latent + rope]."""
+        config = self.config
         latent, key_rotated = latent.split((config.latent_size, config.rope_dim), dim=-1)
         key_value = self.kv_b_proj(latent).unflatten(-1, (-1, config.nope_dim + config.value_dim))
         key_part, value = key_value.split((config.nope_dim, config.value_dim), dim=-1)
-        query = torch.cat((query_part, query_rotated), dim=-1)
         key = torch.cat((key_part, key_rotated[:, None].expand(-1, key_part.shape[1], -1)), dim=-1)
-        return attend(query, key, value, queries, keys, config.score_config)
+        return key, value
 
     def _decode(self, inputs: Inputs, stores: Stores, attend_stores: AttendCache) -> Tensor:
         """Decodes one token of each sequence. Its query attends to the latents, one key head that all heads share."""

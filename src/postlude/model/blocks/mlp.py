@@ -118,7 +118,7 @@ class MLP(Block):
 
     Config = MLPConfig
     lora_groups: ClassVar[Mapping[str, LoRAGroup]] = {"": "mlp"}
-    supports_decoding = batch_invariant = cuda_graphable = True
+    supports_decoding = shares_prefixes = batch_invariant = cuda_graphable = True
 
     def __init__(self, config: MLPConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
         super().__init__(config, model, name, mesh)

@@ -206,7 +206,7 @@ class MoE(Block):
     Config = MoEConfig
     lora_groups: ClassVar[Mapping[str, LoRAGroup]] = {"": "mlp", "router": "router"}
     never_fp8 = ("router",)
-    supports_decoding = batch_invariant = True
+    supports_decoding = shares_prefixes = batch_invariant = True
     selection_bias: Tensor  # [experts] fp32, added to the scores for the choice
     load: Tensor  # [experts] fp32, slots of each expert in this step
     batch_load: Tensor  # [experts] fp32, slots of each expert in this batch, of all ranks
@@ -300,7 +300,7 @@ class MoE(Block):
         if self.training:
             weights = self.balance(weights, logits, scores, choice, context)
         elif self.config.counts_batch and context.decode_state is None:
-            self.batch_load += self.count(choice, context).sum(0)
+            self.batch_load += context.sum_to_sequences(self.count(choice, context)).sum(0)
             self.batch_counted = True
         if self.latent_down is not None:
             tokens = recomputed(self.latent_down, inside, tokens)
@@ -376,21 +376,23 @@ class MoE(Block):
         known = (replayed >= 0).all(-1, keepdim=True)
         if self.training and context.is_first_call(f"{self.name}.replay"):
             others = known & ~(replayed[:, :, None] == choice[:, None, :]).any(-1)
-            self.metric_sums.add({"changed": others.sum(), "given": known.sum() * self.config.top_k})
+            given = context.count_copies(known.expand_as(others).float())
+            self.metric_sums.add({"changed": (given * others).sum(), "given": given.sum()})
         return torch.where(known, replayed, choice)
 
     @torch.no_grad()
     def count(self, choice: Tensor, context: ForwardContext) -> Tensor:
         """Counts the slots of each expert in this rank's tokens of each sequence, without padding: fp32 [n, experts].
 
-        Unless a balance loss is of each sequence, all count as one.
+        Unless a balance loss is of each sequence, all count as one. Where sequences share tokens, n are the segments.
         """
         experts = self.config.experts
         ones = torch.ones_like(choice, dtype=torch.float32)
         if context.token_mask is not None:
             ones = ones * context.token_mask[:, None]
         rows, slots = 1, choice
-        if self.config.balance_coefficient and self.config.balance == "sequence":
+        by_sequence = self.config.balance_coefficient and self.config.balance == "sequence"
+        if by_sequence or context.trunk is not None:
             rows, slots = context.packing.count, choice + experts * context.sequence_index[:, None]
         # Whole numbers, so their sum is the same in any order.
         return ones.new_zeros(rows * experts).scatter_add_(0, slots.flatten(), ones.flatten()).view(rows, experts)
@@ -412,19 +414,20 @@ class MoE(Block):
                 f"{self.name} balances its experts over the whole batch, but no forward in evaluation mode counted it. "
                 'Train with an Engine, which does so before each pass, or use balance="sequence".'
             )
-        counts = self.count(choice, context)
+        counts = context.sum_to_sequences(self.count(choice, context))
         sums = {"load": counts.sum(0)}
         if config.balance_coefficient:
-            totals = self.batch_load[None] if config.counts_batch else context.total(counts)
-            rows = torch.zeros_like(choice[:, 0]) if config.counts_batch else context.sequence_index
-            share = totals / totals.sum(-1, keepdim=True).clamp_min(1.0)
+            totals = self.batch_load.expand_as(counts) if config.counts_batch else context.total(counts)
+            one_row = config.counts_batch and context.trunk is None
+            rows = torch.zeros_like(choice[:, 0]) if one_row else context.sequence_index
+            share = context.sum_to_segments(totals / totals.sum(-1, keepdim=True).clamp_min(1.0))
             probabilities = context.drop_padding(self.probability(scores))
             # A sum, like every loss.
             evenness = config.experts * weighted_sum(probabilities, share, rows)
             sums["balance"] = evenness.detach()
             weights = add_aux_loss(weights, evenness * (config.balance_coefficient / batch_tokens))
         if config.z_coefficient:
-            squares = context.drop_padding(logits.logsumexp(-1).square()).sum()
+            squares = context.count_copies(logits.logsumexp(-1).square()).sum()
             weights = add_aux_loss(weights, squares * (config.z_coefficient / batch_tokens))
         if measures:
             self.metric_sums.add(sums | self.describe(logits.detach(), scores.detach(), context))
@@ -440,7 +443,7 @@ class MoE(Block):
         """Returns the sums of the routing entropy and of the squared logsumexp over this rank's tokens."""
         entropy = torch.special.entr(self.probability(scores)).sum(-1)
         logsumexp = logits[:, 0] - logits.log_softmax(-1)[:, 0]  # two kernels instead of logsumexp's nine
-        values = context.drop_padding(torch.stack((entropy, logsumexp.square()), dim=-1)).sum(0)
+        values = context.count_copies(torch.stack((entropy, logsumexp.square()), dim=-1)).sum(0)
         return {"entropy": values[0], "z": values[1]}
 
 

@@ -40,7 +40,6 @@ from postlude.rollout.conversations import (
 from postlude.rollout.environments import Environment
 from postlude.rollout.reward_call import NOT_TRAINING, TrainerState
 from postlude.rollout.tasks import Task
-from postlude.world.mesh import Mesh
 
 HEALTH_CHECK_SECONDS = 0.5  # with `background`, at most so long between checks of the engine's health and of signals
 LOGGED_SAMPLES = 8  # trajectories per step that are written to samples.jsonl
@@ -117,8 +116,8 @@ class RolloutSampler:
         with offloading(self.offloaded_engine, self.timer):
             return self.rollout_engine.controller.on_rank0(work)
 
-    def sample_and_scatter(self, sample: Callable[[], RolloutBatch], mesh: Mesh) -> RolloutBatch:
-        """Calls `sample` on rank 0. Every rank gets the metrics and its own sequences of each minibatch."""
+    def sample_and_scatter(self, sample: Callable[[], RolloutBatch], engine: Engine) -> RolloutBatch:
+        """Calls `sample` on rank 0. Every rank of `engine` gets the metrics and its own sequences of each minibatch."""
         sampled: list[Batch] = []  # on rank 0
 
         def sample_on_rank0() -> tuple[StepMetrics, int]:
@@ -127,10 +126,11 @@ class RolloutSampler:
             return batch.metrics, len(sampled)
 
         metrics, count = self.sync_and_run_on_rank0(sample_on_rank0)
+        controller, share = self.rollout_engine.controller, engine.share_prefixes
         batches: Sequence[Batch | None] = sampled or [None] * count
         return RolloutBatch(
             metrics,
-            [scatter_batch(batch, mesh, self.rollout_engine.controller, self.limit.budget) for batch in batches],
+            [scatter_batch(batch, engine.mesh, controller, self.limit.budget, share) for batch in batches],
         )
 
     def sample(

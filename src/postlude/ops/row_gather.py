@@ -1,0 +1,82 @@
+"""RowGather: selects rows of a tensor, some several times. The order in which gradients are summed is fixed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.autograd import Function
+
+from postlude.ops.packing import to_device
+
+COPIES_AT_ONCE = 8  # gradients of one row that are read at once: bounds the memory of the backward
+
+
+@dataclass(frozen=True, eq=False)
+class RowGather:
+    """`gather(source)` returns `source[rows]`: [S, ...] -> [R, ...].
+
+    The gradient of a row is summed over its copies in fp32 and always in the same order, unlike that of torch's
+    indexing on a GPU.
+    """
+
+    rows: Tensor
+    """[R] int64."""
+    source_rows: int
+    """S, the number of rows of a source."""
+    copies: tuple[tuple[Tensor, Tensor], ...]
+    """For each number n ≥ 1 of copies: the source rows with n copies [u], and their indices in `rows` [u, n]."""
+
+    @classmethod
+    def of(cls, rows: NDArray[np.int64], source_rows: int, device: torch.device | str | None = None) -> RowGather:
+        """Returns the gather of these rows, with its tables on `device`."""
+        counts = np.bincount(rows, minlength=source_rows)
+        by_source, ends = np.argsort(rows, kind="stable"), np.cumsum(counts)
+        copies = []
+        for count in np.unique(counts[counts > 0]):
+            sources = np.flatnonzero(counts == count)
+            copies.append((sources, by_source[(ends[sources] - count)[:, None] + np.arange(count)]))
+        tables = [tuple(to_device(torch.from_numpy(table), device) for table in pair) for pair in copies]
+        return cls(to_device(torch.from_numpy(rows), device), source_rows, tuple((a, b) for a, b in tables))
+
+    def __call__(self, source: Tensor) -> Tensor:
+        """Returns the rows, [R, ...]."""
+        if len(source) != self.source_rows:
+            raise ValueError(f"rows are gathered from {self.source_rows}, but the source has {len(source)}.")
+        gathered: Tensor = _Gather.apply(source, self)
+        return gathered
+
+    def sum_copies(self, gathered: Tensor) -> Tensor:
+        """Returns the sum over the copies of each source row, [R, ...] -> [S, ...]: the gradient of the gather."""
+        total = gathered.new_zeros(self.source_rows, *gathered.shape[1:])
+        for sources, copies in self.copies:
+            first, *others = copies.split(COPIES_AT_ONCE, dim=1)
+            if first.shape[1] == 1:
+                total[sources] = gathered[first[:, 0]]
+                continue
+            dtype = torch.promote_types(gathered.dtype, torch.float32)
+            addends = gathered[first].sum(1, dtype=dtype)
+            for some in others:
+                addends += gathered[some].sum(1, dtype=dtype)
+            total[sources] = addends.to(total.dtype)
+        return total
+
+    def to(self, device: torch.device | str) -> RowGather:
+        """Returns the same gather with its tables on `device`."""
+        copies = tuple((to_device(sources, device), to_device(rows, device)) for sources, rows in self.copies)
+        return RowGather(to_device(self.rows, device), self.source_rows, copies)
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, gather: RowGather) -> Tensor:
+        ctx.gather = gather
+        return source.index_select(0, gather.rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.gather.sum_copies(gradients[0]), None
