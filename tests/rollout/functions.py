@@ -123,6 +123,16 @@ def start_detached_session(directory: str) -> int:
     return int(done.stdout)
 
 
+def detach_and_kill_supervisors(directory: str, generations: int) -> None:
+    """Writes the id of a detached process to a file, then kills a supervisor: its parent, or the parent of that."""
+    (Path(directory) / "pid").write_text(str(start_detached_session(directory)))
+    victim = os.getppid()
+    for _ in range(generations - 1):
+        victim = int(Path(f"/proc/{victim}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(victim, signal.SIGKILL)
+    time.sleep(600)
+
+
 def use(what: str, amount: int) -> Any:
     """Uses an amount of something that is limited."""
     if what == "parent":

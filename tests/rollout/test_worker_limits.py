@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from postlude.pool.limits import WorkerLimits
 from postlude.pool.open_pool import open_pool
 from postlude.pool.worker_pool import WorkerError
-from tests.rollout.functions import read_variables, start_detached_session, use
+from tests.rollout.functions import detach_and_kill_supervisors, read_variables, start_detached_session, use
 from tests.rollout.test_rewards import has_exited
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has all limits")
@@ -23,6 +24,14 @@ def test_a_process_without_session_and_environment_of_its_worker_ends_with_it() 
         assert isinstance(result.value, int), result.error
         assert not has_exited(result.value, patience=0.0)
     assert has_exited(result.value)
+
+
+@pytest.mark.parametrize("generations", [1, 2])
+def test_a_call_that_kills_a_supervisor_leaves_no_process(tmp_path: Path, generations: int) -> None:
+    with closing(open_pool(detach_and_kill_supervisors, count=1, timeout=LIMIT)) as pool:
+        (result,) = pool.call_all([(str(tmp_path), generations)])
+        assert result.failure == "died", result
+        assert has_exited(int((tmp_path / "pid").read_text()))
 
 
 MIB = 1 << 20

@@ -1,8 +1,9 @@
-"""The supervisor of a worker process: starts the worker, and ends every process that comes of it.
+"""The supervisors of a worker process: they start the worker, and end every process that comes of it.
 
-A process whose parent has ended becomes a child of the supervisor, whatever its session and environment (Linux). So it
-ends them all: when the worker ends, when the pool closes the pipe of calls, and when the trainer is gone. It also
-stands between worker and trainer, so that a call that kills its parent does not kill the trainer.
+A process whose parent has ended becomes a child of the nearest supervisor, whatever its session and environment
+(Linux). So a supervisor ends them all: when the worker ends, when the pool closes the pipe of calls, and when the
+trainer is gone. Supervisors also stand between worker and trainer, so that a call that kills its parent does not kill
+the trainer. There are two, of which each ends everything when the other is gone.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NoReturn
 
 from postlude.pool.worker import serve
 
@@ -29,44 +32,49 @@ def main() -> None:
     """Runs a worker under this process. The command line ends with two pipe descriptors and the limit of processes."""
     calls, replies, max_processes = map(int, sys.argv[-3:])
     _prctl(SET_CHILD_SUBREAPER, 1)
+    first_is_gone, open_while_first_lives = os.pipe()
+    if second := os.fork():
+        os.close(replies)
+        _supervise(second, (calls,), 0)
+    os.close(open_while_first_lives)
+    _prctl(SET_CHILD_SUBREAPER, 1)
+    supervisor = os.getpid()
+    if worker := os.fork():
+        os.close(replies)
+        _supervise(worker, (calls, first_is_gone), max_processes)
+    os.close(first_is_gone)
+    os.setsid()  # so that a signal to its own group does not reach the supervisors
+    _prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() == supervisor:
+        with contextlib.suppress(BrokenPipeError):  # the trainer was killed, so no process waits for a reply
+            serve(Connection(calls, writable=False), Connection(replies, readable=False))
+
+
+def _supervise(child: int, pipes: Sequence[int], max_processes: int) -> NoReturn:
+    """Waits until the child ends or the other end of a pipe is closed. Ends all descendants, and exits as the child."""
     wake_receiver, wake_sender = os.pipe()
     os.set_blocking(wake_sender, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_sender, warn_on_full_buffer=False)
-    supervisor = os.getpid()
-    worker = os.fork()
-    if worker == 0:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.close(wake_receiver)
-        os.close(wake_sender)
-        os.setsid()  # so that a signal to its own group does not reach the supervisor
-        _prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() == supervisor:
-            with contextlib.suppress(BrokenPipeError):  # the trainer was killed, so no process waits for a reply
-                serve(Connection(calls, writable=False), Connection(replies, readable=False))
-        return
-    os.close(replies)
     poller = select.poll()
-    poller.register(calls, 0)  # reports that the other end was closed
+    for pipe in pipes:
+        poller.register(pipe, 0)  # reports that the other end was closed
     poller.register(wake_receiver, select.POLLIN)
     exit_codes: dict[int, int] = {}  # by process
-    too_many = False
-    while worker not in exit_codes and not too_many:
+    closed = too_many = False
+    while _reap(exit_codes) and child not in exit_codes and not (closed or too_many):
         events = dict(poller.poll(1000 * COUNT_INTERVAL if max_processes else None))
         if wake_receiver in events:
             os.read(wake_receiver, 1 << 16)
-        _reap(exit_codes)
-        too_many = bool(max_processes) and len(_descendants(supervisor)) > max_processes
-        if calls in events:
-            break
-    code = TOO_MANY_PROCESSES if too_many else exit_codes.get(worker, 0)
-    _end_descendants(worker, exit_codes)
-    if code < 0:  # ends as the worker ended
+        too_many = bool(max_processes) and len(_descendants(os.getpid())) > max_processes
+        closed = not events.keys().isdisjoint(pipes)
+    code = TOO_MANY_PROCESSES if too_many else exit_codes.get(child, 0)
+    _end_descendants(child, exit_codes)
+    if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(-code, signal.SIG_DFL)
-        os.kill(supervisor, -code)
+        os.kill(os.getpid(), -code)
     os._exit(code)
 
 
@@ -85,10 +93,10 @@ def _reap(exit_codes: dict[int, int]) -> bool:
     return True
 
 
-def _end_descendants(worker: int, exit_codes: dict[int, int]) -> None:
-    """Kills the worker's group and all descendants, again and again until none is left: they may start others."""
+def _end_descendants(child: int, exit_codes: dict[int, int]) -> None:
+    """Kills the group that the child leads and all descendants, again and again until none is left: they may start others."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(worker, signal.SIGKILL)
+        os.killpg(child, signal.SIGKILL)
     while _reap(exit_codes):
         for pid in _descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError, PermissionError):
