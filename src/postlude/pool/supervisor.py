@@ -94,7 +94,7 @@ def _reap(exit_codes: dict[int, int]) -> bool:
 
 
 def _end_descendants(child: int, exit_codes: dict[int, int]) -> None:
-    """Kills the group that the child leads and all descendants, again and again until none is left: they may start others."""
+    """Kills the child's group and all descendants, again and again until none is left: they may start others."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
     while _reap(exit_codes):
