@@ -19,6 +19,7 @@ from tests.meshes import mesh
 
 CHANGED: dict[str, Any] = {
     "budget": 16,
+    "share_prefixes": "off",
     "seed": 3,
     "layout": Layout(pp=2),
     "optimizer": AdamW(lr=0.5),

@@ -64,7 +64,8 @@ HYBRID = small_config("[M-][GE][*-]M", blocks={"E": BALANCED})
 def test_a_layout_that_shares_equals_one_rank_that_does_not(
     ranks: Any, layout: str, config: ModelConfig, objective: str, options: dict[str, Any]
 ) -> None:
-    case = Case(config, Layout.parse(layout) if layout else Layout(), objective, share_prefixes=True, seed=3, **options)
+    options = {"layout": Layout.parse(layout) if layout else Layout(), "share_prefixes": "always", "seed": 3, **options}
+    case = Case(config, objective, **options)
     report = ranks(case.layout.world_size, verify, case)[0]
     assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
 

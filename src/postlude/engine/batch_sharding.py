@@ -142,7 +142,7 @@ def supported_sharing(options: EngineOptions, config: ModelConfig) -> SharePrefi
 
     Raises ValueError if it cannot with "always".
     """
-    blocks = (options.blocks[symbol] for symbol in config.pattern.kinds)
+    blocks = (block for symbol, block in options.blocks.items() if symbol in config.pattern.kinds)
     unable = next((block for block in blocks if not block.shares_prefixes), None)
     if unable is None and not options.batch_invariant:
         return options.share_prefixes
