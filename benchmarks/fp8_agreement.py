@@ -107,7 +107,7 @@ def main() -> None:
     model = load_model(arguments.model, dtype=torch.float32)
     exact = differentiate(model, microbatch)
     print(f"{arguments.model}, {len(tokens)} tokens, loss {-exact[0][:-1].gather(-1, tokens[1:, None]).mean():.3f}")
-    use_fp8(model.blocks, tp=1)
+    use_fp8(model, True, tp=1)
     with ProductErrors() as products:
         print("FP8 products, fp32 else:", compare(exact, differentiate(model, microbatch), tokens), flush=True)
     for (kind, passed), errors in products.errors.items():

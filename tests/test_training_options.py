@@ -11,6 +11,7 @@ import pytest
 from postlude import AdamW, Engine, HeadConfig, Layout
 from postlude.engine import EngineOptions
 from postlude.lora import LoRA
+from postlude.recipes.config.load import load
 from postlude.recipes.config.settings import TrainingConfig
 from postlude.recipes.registry import RECIPES
 from postlude.router_losses import RouterLosses
@@ -24,7 +25,7 @@ CHANGED: dict[str, Any] = {
     "layout": Layout(pp=2),
     "optimizer": AdamW(lr=0.5),
     "weights": "split",
-    "fp8": True,
+    "fp8": "1:-1",
     "lora": LoRA(rank=2),
     "selection_bias_rate": 0.25,
     "router_losses": RouterLosses(z_coefficient=0.5),
@@ -43,6 +44,12 @@ def test_every_option_is_a_config_key_and_an_argument_of_the_engine(name: str) -
     assert name in inspect.signature(Engine).parameters
 
 
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("false", False), ("1:-1", "1:-1"), ("0", "0")])
+def test_a_config_chooses_layers_by_text(text: str, value: bool | str) -> None:
+    fp8 = load(TrainingConfig, overrides=["--fp8", text]).fp8
+    assert (type(fp8), fp8) == (type(value), value)
+
+
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_a_config_keeps_the_fields_that_its_base_declares_otherwise(name: str) -> None:
     for config in RECIPES[name].config.__mro__:
@@ -59,6 +66,8 @@ def test_a_config_keeps_the_fields_that_its_base_declares_otherwise(name: str) -
         ({"recompute": "most"}, "recompute is 'most', but the choices are 'none', 'selective', 'full'"),
         ({"weights": "split", "lora": {}}, "weights='split' stores trained weights below fp32, but with lora"),
         ({"overlap": "zero_bubble"}, "fills the bubble of a pipeline, but pp is 1"),
+        ({"fp8": "first"}, "fp8 is 'first', but it must be true, false, or layers by their numbers, such as 1:-1"),
+        ({"fp8": "::0"}, "fp8 is '::0', but it must be true, false, or layers by their numbers"),
         ({"selection_bias_rate": -1.0}, "selection_bias_rate is -1, but it must be a number of at least 0"),
     ],
 )

@@ -22,7 +22,7 @@ from postlude.checks import USER_ERRORS, error_message
 from postlude.commands import load_command
 from postlude.error_output import print_error
 from postlude.hf.builtin import BUILTIN, PACKAGED
-from postlude.option_types import above_zero, count, count_from_zero, from_zero, layout, lora, port, seed
+from postlude.option_types import above_zero, count, count_from_zero, from_zero, layer_choice, layout, lora, port, seed
 from postlude.options import ZERO_BUBBLE, Dtype, Recompute
 from postlude.recipes.registry import RECIPES, Recipe, UserRecipe
 from postlude.recipes.run.outcome import EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, RunFailed
@@ -233,6 +233,13 @@ def _add_recompute(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_layers(command: argparse.ArgumentParser, name: str, purpose: str) -> None:
+    layers = "in all layers, or in some: 1:-1, ::3, 0,5"
+    command.add_argument(
+        name, nargs="?", const=True, default=False, type=layer_choice, metavar="LAYERS", help=f"{purpose}, {layers}"
+    )
+
+
 def _add_device_and_timeout(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", choices=("cpu", "cuda"), help=DEVICE_HELP)
     command.add_argument(
@@ -306,7 +313,7 @@ def _add_verify(command: argparse.ArgumentParser) -> None:
     _add_recompute(command)
     _add_overlap(command)
     option("--share-prefixes", action="store_true", help="let sequences begin alike, and compute what they share once")
-    option("--fp8", action="store_true", help="multiply in FP8, and the rest in float64 on the CPU")
+    _add_layers(command, "--fp8", "multiply in FP8, and the rest in float64 on the CPU")
     option("--dtype", choices=DTYPES, help="dtype to compute in (default: float32)")
     limits = ", ".join(f"{limit:g} in {name}" for name, limit in TOLERANCES.items())
     option("--tolerance", type=from_zero, help=f"tolerance relative to the largest value (default: {limits})")

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from postlude.layout import Layout
 from postlude.lora import LoRA
+from postlude.options import check_layer_choice
 
 Number = TypeVar("Number", int, float)
 LARGEST_SEED = 2**63 - 1  # of torch's generators, with room for seeds that are derived from it
@@ -56,3 +57,12 @@ def lora(text: str) -> LoRA:
         return LoRA.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from error
+
+
+def layer_choice(text: str) -> str:
+    """Returns text that names layers."""
+    try:
+        check_layer_choice("the choice", text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from error
+    return text

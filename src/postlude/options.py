@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
 Backend = Literal["auto", "torch", "triton"]
 """Backend of a kernel: "torch" anywhere, "triton" on a GPU; "auto" uses triton where it can run."""
@@ -41,6 +42,20 @@ computes while the other exchanges rows with experts (True); or deferred weight 
 ZERO_BUBBLE: Literal["zero_bubble"] = "zero_bubble"
 
 
+class _TrueAndFalse:
+    """Reads true and false from text, as configs are, where other text is a value too."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
+        """Returns pydantic's schema of the type, after this."""
+        words = {"true": True, "false": False}
+        convert = {"type": "no-info", "function": lambda value: words.get(str(value).lower(), value)}
+        return {"type": "function-before", "function": convert, "schema": handler(source)}
+
+
+LayerChoice = Annotated[bool | str, _TrueAndFalse()]
+"""Layers of a model: all, none, or numbers and Python slices with commas between: "1:-1", "::3", "0,5,-1"."""
+
+
 def check_overlap(overlap: Overlap, *, pp: int, vpp: int) -> None:
     """Raises ValueError if there is no schedule for this overlap."""
     if overlap not in (True, False, ZERO_BUBBLE):
@@ -49,3 +64,34 @@ def check_overlap(overlap: Overlap, *, pp: int, vpp: int) -> None:
         raise ValueError(f"overlap={overlap!r} fills the bubble of a pipeline, but pp is 1. Use pp=2 or overlap=False.")
     if overlap == ZERO_BUBBLE and vpp > 1:
         raise ValueError(f"overlap={overlap!r} has a schedule for one stage per rank, but vpp is {vpp}. Use vpp=1.")
+
+
+def check_layer_choice(name: str, choice: LayerChoice) -> None:
+    """Raises ValueError for text that names no layers. `name` is the option's."""
+    for part in () if isinstance(choice, bool) else choice.split(","):
+        try:
+            bounds = [int(text) if text or ":" not in part else None for text in part.strip().split(":")]
+        except ValueError:
+            bounds = []
+        if not 1 <= len(bounds) <= 3 or (len(bounds) == 3 and bounds[2] is not None and bounds[2] < 1):
+            raise ValueError(
+                f"{name} is {choice!r}, but it must be true, false, or layers by their numbers, such as 1:-1 (all but "
+                "the first and the last), ::3 (every third) or 0,5,-1."
+            )
+
+
+def chosen_layers(name: str, choice: LayerChoice, count: int) -> frozenset[int]:
+    """Returns the numbers of the chosen ones of `count` layers. Raises ValueError if one does not exist."""
+    if isinstance(choice, bool):
+        return frozenset(range(count if choice else 0))
+    check_layer_choice(name, choice)
+    chosen = set[int]()
+    for part in choice.split(","):
+        first, *rest = (int(text) if text.strip() else None for text in part.split(":"))
+        for bound in (first, *rest[:1]):
+            if bound is not None and not -count <= bound <= count - (not rest):
+                raise ValueError(
+                    f"{name} is {choice!r}, but the model's {count} layers are 0 to {count - 1}, and none is {bound}."
+                )
+        chosen.update(range(count)[slice(first, *rest)] if rest else [range(count)[first or 0]])
+    return frozenset(chosen)

@@ -15,7 +15,15 @@ from postlude.layout import Layout
 from postlude.lora import LoRA
 from postlude.optimizer import AdamW, OptimizerConfig
 from postlude.option_types import LARGEST_SEED
-from postlude.options import Overlap, Recompute, SharePrefixes, WeightStorage, check_overlap
+from postlude.options import (
+    LayerChoice,
+    Overlap,
+    Recompute,
+    SharePrefixes,
+    WeightStorage,
+    check_layer_choice,
+    check_overlap,
+)
 from postlude.router_losses import RouterLosses
 
 
@@ -43,8 +51,9 @@ class TrainingOptions(ForwardOptions):
     weights: WeightStorage = "fp32"
     """Storage of the weights, where ranks do not share them: "fp32"; "split", bf16 with the other sixteen bits of fp32
     in the optimizer's state; "rounded", bf16 alone with stochastic rounding."""
-    fp8: bool = False
-    """Multiply tokens and weights inside the blocks in FP8 (e4m3, a scale per row), weight gradients excepted."""
+    fp8: LayerChoice = False
+    """Multiply tokens and weights inside the blocks in FP8 (e4m3, a scale per row), weight gradients excepted: in all
+    layers, or in some by their numbers, such as "1:-1" for all but the first and the last."""
     lora: LoRA | Mapping[str, LoRA] | None = None
     """Low-rank adapters: they are trained, and the model is frozen. None trains all weights."""
     selection_bias_rate: NonNegative | None = None
@@ -68,6 +77,7 @@ class TrainingOptions(ForwardOptions):
         check_bounds(self)
         check_choice("recompute", self.recompute, get_args(Recompute))
         check_choice("weights", self.weights, get_args(WeightStorage))
+        check_layer_choice("fp8", self.fp8)
         if self.lora is not None and self.weights != "fp32":
             raise ValueError(
                 f"weights={self.weights!r} stores trained weights below fp32, but with lora the model is stored in the "

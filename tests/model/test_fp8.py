@@ -10,9 +10,11 @@ import torch
 
 from postlude import Batch, Engine, LanguageModel, load_model, pack, ranks
 from postlude.generate.probe import WeightProbe
+from postlude.layout import Stage
 from postlude.model.blocks import AttentionConfig, MLPConfig
 from postlude.model.fp8 import use_fp8
 from postlude.model.parallel import Linear, apply_linears
+from postlude.objectives import SFT
 from postlude.ops import fp8
 from postlude.ops.kernels import capabilities
 from postlude.ops.kernels.capabilities import GPUS
@@ -30,7 +32,7 @@ def in_fp8(model: LanguageModel) -> set[str]:
 
 def test_only_layers_of_blocks_use_fp8() -> None:
     model = load_model("tiny-hybrid")
-    unfit = use_fp8(model.blocks, tp=1)
+    unfit = use_fp8(model, True, tp=1)
     assert unfit == ["layers.3.latent_attention.kv_a_proj", "layers.3.latent_attention.kv_b_proj"]
     other_layers = {name for name, layer in model.named_modules() if isinstance(layer, Linear)} - in_fp8(model)
     kinds = {".".join(name.split(".")[-2:]) for name in other_layers - set(unfit)}
@@ -38,10 +40,45 @@ def test_only_layers_of_blocks_use_fp8() -> None:
     assert any(name.startswith("mtp.0.") for name in in_fp8(model))
 
 
+@pytest.mark.parametrize(
+    ("layers", "chosen"),
+    [("1:-1", {1, 2, 3}), ("::2", {0, 2, 4, "mtp"}), ("0,-1", {0, 4, "mtp"}), (":0", set()), (False, set())],
+)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_chosen_layers_of_the_whole_model_use_fp8(layers: bool | str, chosen: set[int | str], stages: int) -> None:
+    """A depth's layers have no numbers, and are chosen with the last layer of the trunk."""
+    config = small_config("-[*-]--*/[*-]", **SIZES)
+    in_use = set()
+    for index in range(stages):
+        model = LanguageModel(config, stage=Stage(index, stages))
+        use_fp8(model, layers, tp=1)
+        in_use |= in_fp8(model)
+    assert {"mtp" if name.startswith("mtp") else int(name.split(".")[1]) for name in in_use} == chosen
+
+
+@pytest.mark.parametrize("layers", ["5", "1:6", "-6", "0,9"])
+def test_layers_that_do_not_exist_are_refused(layers: str) -> None:
+    model = LanguageModel(small_config("-[*-]--*", **SIZES))
+    with pytest.raises(ValueError, match=f"fp8 is '{layers}', but the model's 5 layers are 0 to 4, and none is"):
+        use_fp8(model, layers, tp=1)
+
+
+def test_model_whose_layers_are_all_excluded_equals_bf16_to_the_bit() -> None:
+    def step(fp8: bool | str) -> list[torch.Tensor]:
+        engine = Engine("tiny-moe", fp8=fp8, compute_dtype=torch.bfloat16)
+        engine.forward_backward(Batch([list(b"products in FP8")]), SFT())
+        return [parameter.grad for parameter in engine.parameters.values() if parameter.grad is not None]
+
+    with ranks():
+        expected, excluded, included = step(False), step(":0"), step("-1")
+    assert all(map(torch.equal, excluded, expected))
+    assert not all(map(torch.equal, included, expected))
+
+
 def test_layer_size_not_divisible_by_16_is_not_in_fp8() -> None:
     """Keys and values have 12 features. Queries are multiplied in FP8 beside them."""
     model = LanguageModel(small_config("[*-]", **SIZES))
-    assert use_fp8(model.blocks, tp=1) == ["layers.0.attention.k_proj", "layers.0.attention.v_proj"]
+    assert use_fp8(model, True, tp=1) == ["layers.0.attention.k_proj", "layers.0.attention.v_proj"]
     attention, _ = model.blocks
     rows = torch.randn(5, 32)
     outputs = apply_linears(rows, attention.q_proj, attention.k_proj, attention.v_proj)
@@ -54,14 +91,14 @@ def test_a_layout_that_would_change_which_layers_are_in_fp8_is_refused() -> None
     with pytest.raises(
         ValueError, match=r"tp=2 gives each rank 24 of the 48 output features of layers.0.attention.q_proj"
     ):
-        use_fp8(model.blocks, tp=2)
+        use_fp8(model, True, tp=2)
 
 
 def test_logprobs_change_by_the_rounding_of_fp8() -> None:
     model = load_model("tiny-moe", dtype=torch.float32)
     (microbatch,) = pack([list(b"a packed batch"), list(b"of two")], budget=32)
     exact = model(microbatch).log_softmax(-1)
-    use_fp8(model.blocks, tp=1)
+    use_fp8(model, True, tp=1)
     off = (model(microbatch).log_softmax(-1) - exact).abs().max()
     assert 1e-4 < off < 0.5
 

@@ -14,27 +14,35 @@ import torch
 
 from postlude.layout import Layout
 from postlude.lora import LoRA
-from postlude.options import Overlap, Recompute
+from postlude.options import LayerChoice, Overlap, Recompute
 from postlude.verify.cases import Case
 from postlude.verify.choices import TOLERANCES
 from tests.verify.test_layouts import check
 
-RUNS: tuple[tuple[str, str, str, Recompute, Overlap, LoRA | None], ...] = (
-    ("tiny-moe", "tp=2", "grpo", "none", False, None),
-    ("tiny-moe", "tp=2", "sft", "selective", False, LoRA(rank=4)),
-    ("tiny-moe", "pp=2", "dpo", "full", "zero_bubble", None),
-    ("tiny-moe", "dp_shard=2,ep=2", "grpo", "selective", True, None),
-    ("tiny-dense", "cp=2", "sft", "none", False, None),
-    ("tiny-hybrid", "tp=2", "grpo", "full", False, None),
+RUNS: tuple[tuple[str, str, str, Recompute, Overlap, LoRA | None, LayerChoice], ...] = (
+    ("tiny-moe", "tp=2", "grpo", "none", False, None, True),
+    ("tiny-moe", "tp=2", "sft", "selective", False, LoRA(rank=4), True),
+    ("tiny-moe", "pp=2", "dpo", "full", "zero_bubble", None, True),
+    ("tiny-moe", "dp_shard=2,ep=2", "grpo", "selective", True, None, True),
+    ("tiny-dense", "cp=2", "sft", "none", False, None, True),
+    ("tiny-hybrid", "tp=2", "grpo", "full", False, None, True),
+    ("tiny-hybrid", "pp=2,vpp=2", "sft", "none", False, None, "1:-1"),
 )
 
 
 @pytest.mark.parametrize(  # the hybrid has experts, too
-    ("model", "layout", "objective", "recompute", "overlap", "lora"),
+    ("model", "layout", "objective", "recompute", "overlap", "lora", "fp8"),
     [pytest.param(*RUNS[0], marks=pytest.mark.thorough), *RUNS[1:]],
 )
 def test_a_layout_equals_one_rank(
-    ranks: Any, model: str, layout: str, objective: str, recompute: Recompute, overlap: Overlap, lora: LoRA | None
+    ranks: Any,
+    model: str,
+    layout: str,
+    objective: str,
+    recompute: Recompute,
+    overlap: Overlap,
+    lora: LoRA | None,
+    fp8: LayerChoice,
 ) -> None:
     case = Case(
         model,
@@ -45,7 +53,7 @@ def test_a_layout_equals_one_rank(
         compute_dtype=torch.float64,
         initializer_range=0.1,
         lora=lora,
-        fp8=True,
+        fp8=fp8,
     )
     report = check(ranks, case)
     assert report.passes(TOLERANCES["float32"]), (report.loss, report.logprob, report.entropy, report.worst)

@@ -198,7 +198,7 @@ class StageBuilder:
                 adapters=self.adapters,
                 batch_invariant=options.batch_invariant,
             )
-        if options.fp8 and (unquantized := use_fp8(stage.blocks, self.mesh.layout.tp)):
+        if options.fp8 and (unquantized := use_fp8(stage, options.fp8, self.mesh.layout.tp)):
             names = ", ".join(unquantized)
             log.warning("fp8: %s stay in %s: a size is no multiple of 16", names, self.compute_dtype)
         if self.frozen:

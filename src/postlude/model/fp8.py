@@ -1,4 +1,4 @@
-"""FP8 products of a model's blocks: which layers have them, and which stay in the compute dtype.
+"""FP8 products of a model's blocks: which linear layers have them, and which stay in the compute dtype.
 
 Embedding, output head, routers, experts, norms, attention, scans and adapters stay as they are, and so do layers in
 `never_fp8` of the module that holds them.
@@ -11,18 +11,20 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from postlude.model.blocks.block import Block
+from postlude.model.language_model import LanguageModel
 from postlude.model.parallel import Linear
 from postlude.ops.fp8 import MULTIPLE
+from postlude.options import LayerChoice
 
 
-def use_fp8(blocks: Iterable[Block], tp: int) -> list[str]:
-    """Makes the products of tokens and weights in these blocks FP8. Returns the names of layers that stay as they are.
+def use_fp8(model: LanguageModel, layers: LayerChoice, tp: int) -> list[str]:
+    """Makes products of tokens and weights FP8, in the blocks of these layers of the whole model that `model` has.
 
-    A layer with a size that is no multiple of 16 stays. Raises ValueError if `tp` ranks make a size so: a layout must
-    not change which layers are in FP8.
+    Returns the names of linear layers that stay as they are because a size is no multiple of 16. Raises ValueError if
+    `tp` ranks make a size so: a layout must not change what is in FP8.
     """
     unquantized = []
-    for block in blocks:
+    for block in (block for layer in model.chosen_layers("fp8", layers) for block in layer.blocks):
         in_fp8 = {name: layer for name, layer in _layers(block) if not _unfit(layer.weight.shape[-2:])}
         for name, layer in in_fp8.items():
             _check_parts(f"{block.name}.{name}", layer, tp)

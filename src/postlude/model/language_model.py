@@ -54,6 +54,7 @@ from postlude.ops.batch_invariant import with_batch_invariance_of_model
 from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.kernels.capabilities import ScanBackend
 from postlude.ops.linear_logprobs import LogitConfig
+from postlude.options import LayerChoice, chosen_layers
 from postlude.trace.recorder import NO_RECORDER, Recorder
 from postlude.world.mesh import Mesh
 
@@ -135,6 +136,17 @@ class LanguageModel(FSDPUnit):
         """The layers of this stage in order, MTP layers included."""
         mtp_layers = self.mtp.layers if self.has_mtp else ()
         return (*(cast(LogicalLayer, layer) for layer in self.layers.values()), *mtp_layers)
+
+    def chosen_layers(self, option: str, choice: LayerChoice) -> tuple[LogicalLayer, ...]:
+        """Returns the layers of this stage that an option chooses by their numbers in the whole model.
+
+        Layers of multi-token-prediction depths have no numbers: they are chosen together with the trunk's last layer.
+        """
+        count = len(self.config.pattern)
+        chosen = chosen_layers(option, choice, count)
+        mtp_layers = self.mtp.layers if self.has_mtp and count - 1 in chosen else ()
+        trunk = (cast(LogicalLayer, layer) for index, layer in self.layers.items() if int(index) in chosen)
+        return (*trunk, *mtp_layers)
 
     @property
     def has_mtp(self) -> bool:

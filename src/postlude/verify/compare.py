@@ -240,7 +240,7 @@ def _plain_model(case: Case, source: Source, device: torch.device | str, *, valu
     else:
         model = adapted_model(source, case.lora, seed=seed, dtype=dtype, device=device, blocks=blocks)
     if case.fp8:
-        use_fp8(model.blocks, tp=1)
+        use_fp8(model, case.fp8, tp=1)
     return model
 
 

@@ -35,6 +35,7 @@ from postlude.model.blocks import BLOCKS
 from postlude.model.fp8 import use_fp8
 from postlude.ops.fp8 import MULTIPLE, check_fp8
 from postlude.ops.kernels.capabilities import why_no_triton
+from postlude.options import chosen_layers
 from postlude.plan.memory import MemoryEstimate, estimate_memory, generator_bytes
 from postlude.plan.parameter_count import count_parameters, total_parameters
 from postlude.recipes.checks.objective_trial import try_mtp_processor, try_objective
@@ -366,10 +367,13 @@ def _batch_invariant(inputs: PreflightInputs) -> str:
 def _fp8(inputs: PreflightInputs) -> str:
     """Describes products in FP8: how they are computed, and which layers stay in the compute dtype."""
     with torch.device("meta"):
-        unquantized = use_fp8(LanguageModel(inputs.model[1]).blocks, inputs.config.layout.tp)
+        model = LanguageModel(inputs.model[1])
+    unquantized = use_fp8(model, inputs.config.fp8, inputs.config.layout.tp)
+    chosen, count = chosen_layers("fp8", inputs.config.fp8, len(model.layers)), len(model.layers)
     device = torch.device(inputs.launch.device)
     description = check_fp8(device, inputs.dtype) if inputs.launch.on_this_machine else "on the cluster's GPUs"
     names = ", ".join(unquantized[:3]) + (f" and {len(unquantized) - 3} more" if len(unquantized) > 3 else "")
+    description += f", in {len(chosen)} of {count} layers" if len(chosen) < count else ""
     return description + (
         f"; {names} stay in {inputs.dtype}, as a size is no multiple of {MULTIPLE}" if unquantized else ""
     )
