@@ -28,7 +28,6 @@ CONFIG = small_config(
     ("layout", "options"),
     [
         ("tp=2", {}),
-        pytest.param("cp=2", {"recompute": "selective"}, marks=pytest.mark.thorough),
         ("pp=2", {"overlap": True, "recompute": "full"}),
         ("dp_shard=2,ep=2", {"overlap": True}),
     ],

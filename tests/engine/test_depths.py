@@ -40,7 +40,6 @@ def run_in_layout(group: Any, directory: Path, layout: str) -> tuple[Report | No
         ("glm4_moe", "tp=2"),
         pytest.param("deepseek_v3", "pp=2", marks=pytest.mark.thorough),
         pytest.param("qwen3_next", "tp=2", marks=pytest.mark.thorough),
-        pytest.param("nemotron_h", "pp=2", marks=pytest.mark.thorough),
         pytest.param("nemotron_h", "ep=2,dp_shard=2", marks=pytest.mark.thorough),
     ],
 )

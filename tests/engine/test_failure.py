@@ -52,6 +52,7 @@ def fails_backward(inputs: OutputInputs) -> Loss:
 
 FAILURES: dict[str, Callable[[Engine], Any]] = {
     "measure": lambda engine: engine.evaluate_loss(batch(7), fails_forward),
+    "tensor": lambda engine: engine.evaluate_loss(batch(7), lambda inputs: inputs.hidden.sum()),
     "logprobs": lambda engine: engine.evaluate_tokens(batch(7), lambda inputs: fault()),
     "shape": lambda engine: engine.evaluate_tokens(batch(7), lambda inputs: {"x": inputs.hidden @ inputs.hidden}),
     "forward": lambda engine: engine.forward_backward(batch(7), fails_forward),
@@ -67,7 +68,7 @@ def run_with_and_without_failure(group: dist.ProcessGroup, model: str, failure: 
         train(engine, [1])
         engine.forward_backward(batch(2), policy)
     sentence = error_text(lambda: FAILURES[failure](first_engine))
-    assert sentence.startswith(("LookupError: no such column", "RuntimeError: mat1 and mat2")), sentence
+    assert sentence.startswith((FAULT, "RuntimeError: mat1 and", "TypeError: an objective returns a Loss")), sentence
     if failure in ("forward", "backward"):  # half of a gradient is none
         for call in (
             first_engine.optimizer_step,
@@ -126,15 +127,10 @@ def test_one_rank_stays_usable_after_a_failure(ranks, failure: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("failure", ["measure", "backward"])
-def test_experts_and_router_counters_survive_a_failure(ranks, failure: str) -> None:
-    ranks(1, run_with_and_without_failure, "tiny-moe", failure)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("failure", ["measure", "forward", "backward"])
-def test_failure_while_two_microbatches_are_interleaved(ranks, failure: str) -> None:
-    ranks(1, run_with_and_without_failure, "tiny-moe", failure, True)
+@pytest.mark.parametrize(("failure", "overlap"), [("measure", False), ("forward", True), ("backward", True)])
+def test_experts_and_router_counters_survive_a_failure(ranks, failure: str, overlap: bool) -> None:
+    """Also while two microbatches are interleaved."""
+    ranks(1, run_with_and_without_failure, "tiny-moe", failure, overlap)
 
 
 def failing_reference(group: dist.ProcessGroup) -> None:
@@ -175,8 +171,10 @@ def refused(group: dist.ProcessGroup, layout: str, failure: str) -> list[str]:
     return [error_text(call) for call in calls]
 
 
-@pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
-@pytest.mark.parametrize(("failure", "call"), [("measure", "evaluate_loss"), ("backward", "forward_backward")])
+@pytest.mark.parametrize(
+    ("layout", "failure", "call"),
+    [("dp_shard=2", "measure", "evaluate_loss"), ("tp=2", "backward", "forward_backward")],
+)
 def test_one_of_several_ranks_refuses_further_calls_after_a_failure(
     ranks, layout: str, failure: str, call: str
 ) -> None:
@@ -207,13 +205,8 @@ def fail_in_between(device: str) -> list[Tensor]:
     """Returns log-probs before a step, after it, and after it with a failed evaluation in between."""
     results = []
     for fails in (False, True):
-        engine = Engine(
-            config("tiny-moe", num_hidden_layers=2),
-            budget=32,
-            optimizer=SGD(lr=1.0),
-            compute_dtype=torch.float32,
-            device=device,
-        )
+        source, options = config("tiny-moe", num_hidden_layers=2), {"compute_dtype": torch.float32, "device": device}
+        engine = Engine(source, budget=32, optimizer=SGD(lr=1.0), **options)
         results.append(torch.cat(engine.logprobs(batch(4)).logprob))
         engine.forward_backward(batch(2), policy)
         if fails:
@@ -232,10 +225,7 @@ def test_an_engine_on_a_gpu_stays_usable_after_a_failure() -> None:
 
 
 def fail_in_optimizer_step(group: dist.ProcessGroup, directory: str) -> None:
-    first_engine, second_engine = (
-        build("", config("tiny-dense", num_hidden_layers=2)),
-        build("", config("tiny-dense", num_hidden_layers=2)),
-    )
+    first_engine, second_engine = (build("", config("tiny-dense", num_hidden_layers=2)) for _ in range(2))
     first_engine.save(directory)
     first_engine.forward_backward(batch(1), policy)
     hook = first_engine.optimizer.register_step_post_hook(lambda *_: fault())
@@ -285,9 +275,7 @@ def train_until_rank_exits(layout: str, end: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", ["pp=2", *(pytest.param(layout, marks=pytest.mark.thorough) for layout in ("tp=2", "dp_shard=2"))]
-)
+@pytest.mark.parametrize("layout", ["pp=2", pytest.param("dp_shard=2", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     ("end", "sentence"),
     [

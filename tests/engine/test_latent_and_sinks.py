@@ -44,14 +44,8 @@ WHOLE_QUERIES = replace(CONFIG, blocks={**CONFIG.blocks, "+": replace(LATENT, qu
     [
         ("tp=2", CONFIG, "none"),
         pytest.param("pp=2", WHOLE_QUERIES, "full", marks=pytest.mark.slow),
-        pytest.param("cp=2", CONFIG, "selective", marks=pytest.mark.thorough),
-        pytest.param("tp=2", WHOLE_QUERIES, "selective", marks=pytest.mark.thorough),
-        pytest.param("dp_shard=2,ep=2", CONFIG, "none", marks=pytest.mark.thorough),
-        pytest.param("cp=2", WHOLE_QUERIES, "full", marks=pytest.mark.thorough),
-        pytest.param("dp_shard=2", CONFIG, "full", marks=pytest.mark.thorough),
-        pytest.param("tp=2,cp=2", CONFIG, "none", marks=pytest.mark.thorough),
         pytest.param("tp=2,cp=2,ep=4", WHOLE_QUERIES, "selective", marks=pytest.mark.thorough),
-        pytest.param("pp=2,tp=2,ep=2", CONFIG, "none", marks=pytest.mark.thorough),
+        pytest.param("pp=2,dp_shard=2,ep=2", CONFIG, "none", marks=pytest.mark.thorough),
     ],
 )
 @pytest.mark.slow

@@ -15,10 +15,10 @@ from postlude.engine import PassResult
 from postlude.engine.layer_metrics import layer_label
 from postlude.model.blocks import MoE
 from postlude.objectives import MTP, SFT
-from tests.engine.test_replay import EXPERTS, batch, config
+from tests.engine.test_replay import batch, config
 from tests.engine.training import build
 from tests.equality import assert_equal
-from tests.model.small import sequences, small_config
+from tests.model.small import REPLAYED_EXPERTS, sequences, small_config
 
 LENGTHS = (9, 4, 12)
 TOKENS = sum(LENGTHS)
@@ -39,7 +39,7 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def known(group: Any) -> tuple[PassResult, PassResult]:
     """Router logits of zero, experts 0 and 2 for every token; then twice as many tokens in two passes of one step."""
-    engine = build("", small_config("[*E]", blocks={"E": EXPERTS}))
+    engine = build("", small_config("[*E]", blocks={"E": REPLAYED_EXPERTS}))
     for name, tensor in engine.tensors.items():
         if "router" in name:
             torch.nn.init.zeros_(tensor)

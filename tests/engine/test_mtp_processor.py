@@ -77,7 +77,6 @@ def assert_same(actual: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        pytest.param("pp=2", {}, marks=pytest.mark.thorough),
         ("tp=2", {"stop_trunk": True}),
         pytest.param("cp=2", {}, marks=pytest.mark.thorough),
         ("dp_shard=2,ep=2", {"overlap": True}),

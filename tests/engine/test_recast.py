@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from postlude import SGD, AdamW, Batch, Engine, Recast, export_hf, export_model,
 from postlude.hf.read_model import read_model
 from postlude.model.blocks import MoEConfig
 from postlude.objectives import MTP, SFT
-from tests.engine.training import bitwise_equal, build, error_text, optimizer_state, weights
+from tests.engine.training import assert_refused, bitwise_equal, build, optimizer_state, weights
 
 LLAMA = LlamaConfig(
     vocab_size=41,
@@ -77,14 +78,8 @@ def continue_in_other_pattern(
     curve(other_engine, range(7, 8))  # moments of its own, to be forgotten
     extra = other_engine.load(checkpoint, recast=True)
     scores = [engine.logprobs(batch(9)).logprob for engine in (first, other_engine)]
-    return (
-        extra,
-        other_engine.step,
-        other_engine.new_tensors,
-        curve(first, range(2, 5)),
-        curve(other_engine, range(2, 5)),
-        scores,
-    )
+    state = extra, other_engine.step, other_engine.new_tensors
+    return *state, curve(first, range(2, 5)), curve(other_engine, range(2, 5)), scores
 
 
 @pytest.mark.parametrize(
@@ -131,20 +126,17 @@ def continue_with_new_block(group: Any, directory: str, checkpoint: str, later: 
     resumed = build("", source, optimizer=FAST, mtp=True, seed=6)
     resumed.load(later)
     curves = [curve(engine, range(5, 8), objective) for engine in (other_engine, resumed)]
-    resumed_equal = [
-        bitwise_equal(weights(other_engine), weights(resumed)),
-        bitwise_equal(optimizer_state(other_engine), optimizer_state(resumed)),
-    ]
-    return before, other_engine.new_tensors, old_weights, drawn, loaded, moments, state, curves, resumed_equal
+    assert curves[0] == curves[1]
+    assert bitwise_equal(weights(other_engine), weights(resumed))
+    assert bitwise_equal(optimizer_state(other_engine), optimizer_state(resumed))
+    assert before == other_engine.new_tensors
+    return before, old_weights, drawn, loaded, moments, state
 
 
 def test_new_tensors_start_without_moments_and_resume_exactly(ranks: Any, tmp_path: Path) -> None:
     llama = export_hf(load_model(LLAMA, seed=2), tmp_path / "llama")
     arguments = (str(llama), str(tmp_path / "begun"), str(tmp_path / "later"))
-    before, fresh, old_weights, drawn, loaded, moments, state, curves, resumed_equal = ranks(
-        1, continue_with_new_block, *arguments
-    )[0]
-    assert before == fresh
+    fresh, old_weights, drawn, loaded, moments, state = ranks(1, continue_with_new_block, *arguments)[0]
     assert {name.rpartition(".")[0].partition(".")[0] for name in fresh} == {"layers", "mtp"}
     for name in fresh:
         assert torch.equal(loaded[name], drawn[name])
@@ -160,37 +152,38 @@ def test_new_tensors_start_without_moments_and_resume_exactly(ranks: Any, tmp_pa
         assert steps[f"{name}.step"] == (0.0 if name in fresh else 3.0)
         if name in fresh:
             assert not any(state[f"{name}.{moment}"].any() for moment in ("exp_avg", "exp_avg_sq"))
-    assert curves[0] == curves[1]
-    assert resumed_equal == [True, True]
 
 
-def refused(group: Any, directory: str, checkpoint: str) -> tuple[str, ...]:
+def refused(group: Any, directory: str, checkpoint: str) -> None:
     engine = build("", Path(directory), optimizer=FAST)
     curve(engine, range(1))
     engine.save(checkpoint)
     other_engine = build("", Recast(Path(directory), "*-*-"), optimizer=FAST)
     wider = LlamaConfig(**{**LLAMA.to_dict(), "vocab_size": 43})
+
+    def load(source: Any, **options: Any) -> Callable[[], Any]:
+        return lambda: build("", source, **{"optimizer": FAST, **options}).load(checkpoint, recast=True)
+
+    flat = Recast(LLAMA, "*-*-")
+    assert_refused(
+        {
+            "is of another model: it lacks": lambda: other_engine.load(checkpoint),
+            "was saved with AdamW, but this engine has SGD": load(flat, optimizer=SGD()),
+            "embedding.weight is (43, 16) in [*-]{2}, but (41, 16) in [*-]{2}: the two differ in more": load(wider),
+            "was saved without a critic, but this engine has one": load(flat, critic=True),
+        }
+    )
     state = Path(checkpoint) / "state.json"
     catalogue = json.loads(state.read_text())
-    messages = (
-        error_text(lambda: other_engine.load(checkpoint)),
-        error_text(lambda: build("", Recast(LLAMA, "*-*-"), optimizer=SGD()).load(checkpoint, recast=True)),
-        error_text(lambda: build("", wider, optimizer=FAST).load(checkpoint, recast=True)),
-        error_text(lambda: build("", Recast(LLAMA, "*-*-"), optimizer=FAST, critic=True).load(checkpoint, recast=True)),
-    )
     del catalogue["tensors"]["model/norm.weight"]
     state.write_text(json.dumps(catalogue))
-    return (*messages, error_text(lambda: other_engine.load(checkpoint, recast=True)))
+    lacking = "lacks 1 tensor(s) of this model and optimizer, such as model/norm.weight"
+    assert_refused({lacking: lambda: other_engine.load(checkpoint, recast=True)})
 
 
 def test_code_or_weights_that_cannot_be_loaded_are_refused(ranks: Any, tmp_path: Path) -> None:
     llama = export_hf(load_model(LLAMA, seed=2), tmp_path / "llama")
-    strict, optimizer, wider, critic, lacking = ranks(1, refused, str(llama), str(tmp_path / "begun"))[0]
-    assert "is of another model: it lacks" in strict
-    assert "was saved with AdamW, but this engine has SGD" in optimizer
-    assert "embedding.weight is (43, 16) in [*-]{2}, but (41, 16) in [*-]{2}: the two differ in more than" in wider
-    assert "was saved without a critic, but this engine has one" in critic
-    assert "lacks 1 tensor(s) of this model and optimizer, such as model/norm.weight" in lacking
+    ranks(1, refused, str(llama), str(tmp_path / "begun"))
 
 
 def load_sharded(group: Any, layout: str, source: Any) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from postlude.hf.load import check_weights, load_model, load_tokenizer
 from postlude.hf.read_model import model_from_hf
 from postlude.verify.choices import GRID
 from tests.engine.training import batch, bitwise_equal, build, config, error_text, policy, train, weights
-from tests.equality import assert_equal, difference
+from tests.equality import assert_equal
 
 TIED, MOE = config("tiny-dense"), config("tiny-moe", num_experts=4)
 ODD = Qwen3Config(  # bf16 tensors of an odd number of elements, uneven blocks
@@ -87,39 +87,24 @@ def streams(group: Any, hf: PretrainedConfig, layout: str) -> list[dict[str, Ten
     ]
 
 
-QUICK = [Layout.parse(text) for text in ("tp=2", "pp=2", "pp=2,vpp=2", "dp_shard=2,ep=2")]
+QUICK = [("tp=2", "tied"), ("pp=2", "tied"), ("pp=2,vpp=2", "moe"), ("dp_shard=2,ep=2", "moe"), ("dp_shard=2", "odd")]
+ODD_CASES = [("dp_shard=4", "odd moe"), ("tp=2,cp=2", "odd moe"), ("tp=2,dp_shard=2", "odd"), ("pp=2,cp=2", "odd")]
 
 
 def cases() -> list[Any]:
-    """Every layout, with the models that are difficult for it."""
-    results = []
-    for layout in GRID:
-        names = ["moe"]
-        if layout.ep == 1 and layout.world_size == 2:
-            names += ["tied"]
-        if layout in (Layout(dp_shard=4), Layout(tp=2, cp=2), Layout(dp_replicate=2, dp_shard=2)):
-            names += ["odd moe"]
-        for name in names:
-            # Of two ranks, `make test` has experts with ep and vpp, tied weights with the other axes.
-            other = layout.ep == layout.vpp == 1 if name == "moe" else layout.vpp > 1 or layout.cp > 1
-            is_slow = layout.world_size > 2 or other
-            marks = pytest.mark.thorough if is_slow else () if layout in QUICK else pytest.mark.slow
-            results.append(pytest.param(layout, name, id=f"{label(layout)}-{name}", marks=marks))
-    for text, quick in (("dp_shard=2", True), ("cp=2", False), ("tp=2,dp_shard=2", False), ("pp=2,cp=2", False)):
-        results.append(
-            pytest.param(Layout.parse(text), "odd", id=f"{text}-odd", marks=() if quick else pytest.mark.slow)
-        )
-    return results
+    """Every layout, with a model that is difficult for it."""
+    thorough = [*ODD_CASES, *((label(layout), "moe") for layout in GRID)]
+    return [*QUICK, *(pytest.param(*case, marks=pytest.mark.thorough) for case in thorough if case not in QUICK)]
 
 
 @pytest.mark.parametrize(("layout", "model"), cases())
 @pytest.mark.slow
 def test_streamed_weights_are_bit_identical_to_transformers(
-    ranks: Any, expected: dict[str, dict[str, Tensor]], layout: Layout, model: str
+    ranks: Any, expected: dict[str, dict[str, Tensor]], layout: str, model: str
 ) -> None:
     expected_tensors = expected[model]
     in_half = {name: tensor.to(torch.bfloat16) for name, tensor in expected_tensors.items()}
-    for full_stream, bucketed, half in ranks(layout.world_size, streams, SOURCES[model], label(layout)):
+    for full_stream, bucketed, half in ranks(Layout.parse(layout).world_size, streams, SOURCES[model], layout):
         assert bitwise_equal(full_stream, expected_tensors)
         assert bitwise_equal(bucketed, expected_tensors)
         assert bitwise_equal(half, in_half)
@@ -167,7 +152,7 @@ def stop_early(group: Any, taken_count: int) -> int:
     return count
 
 
-@pytest.mark.parametrize("taken_count", [0, 1, 5, 1000])
+@pytest.mark.parametrize("taken_count", [0, 5, 1000])
 def test_stream_stopped_on_rank_0_ends_on_all_ranks(ranks: Any, taken_count: int) -> None:
     count = len(plan_tensors(model_from_hf(TIED)[1], model_from_hf(TIED)[0]))
     first, second = ranks(2, stop_early, taken_count)
@@ -204,11 +189,10 @@ def save_as_a_model(group: Any, layout: str, directory: str) -> tuple[dict[str, 
     return weights(engine), bitwise_equal(weights(build(layout, directory)), weights(engine))
 
 
-@pytest.mark.parametrize("layout", ["dp_shard=2,ep=2"])
 @pytest.mark.slow
-def test_checkpoint_can_be_saved_as_a_model_with_config_and_tokenizer(ranks: Any, tmp_path: Path, layout: str) -> None:
+def test_checkpoint_can_be_saved_as_a_model_with_config_and_tokenizer(ranks: Any, tmp_path: Path) -> None:
     directory = tmp_path / "step-000001"
-    (expected, reloaded_logprobs), *_ = ranks(2, save_as_a_model, layout, str(directory))
+    (expected, reloaded_logprobs), *_ = ranks(2, save_as_a_model, "dp_shard=2,ep=2", str(directory))
     assert reloaded_logprobs
     model = load_model(directory)
     family, expected = model_from_hf(MOE)[0], dict(sorted(expected.items()))
@@ -219,24 +203,18 @@ def test_checkpoint_can_be_saved_as_a_model_with_config_and_tokenizer(ranks: Any
     assert bitwise_equal(dict(sorted(hf_tensors(load_model(tmp_path / "model"), family))), expected)
 
 
-def export(group: Any, layout: str, directory: str) -> tuple[dict[str, Tensor], list[Tensor], bool, float]:
+def export(group: Any, layout: str, directory: str) -> tuple[dict[str, Tensor], list[Tensor]]:
     engine = build(layout, MOE)
     train(engine, [1, 2])
     engine.export_hf(directory)
     scores = engine.logprobs(batch(3)).logprob
     second_engine = build(layout, directory)
-    reloaded = bitwise_equal(weights(second_engine), weights(engine))
-    return (
-        weights(engine),
-        scores,
-        reloaded,
-        difference(torch.cat(second_engine.logprobs(batch(3)).logprob), torch.cat(scores)),
-    )
+    assert bitwise_equal(weights(second_engine), weights(engine))
+    assert torch.equal(torch.cat(second_engine.logprobs(batch(3)).logprob), torch.cat(scores))
+    return weights(engine), scores
 
 
-@pytest.mark.parametrize(
-    "layout", ["dp_shard=2,ep=2", pytest.param("pp=2,tp=2,ep=2", marks=pytest.mark.thorough)], ids=str
-)
+@pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", pytest.param("pp=2,tp=2,ep=2", marks=pytest.mark.thorough)])
 @pytest.mark.slow
 def test_an_export_gives_the_engines_logprobs_in_transformers_and_reloads(
     ranks: Any, tmp_path: Path, layout: str
@@ -244,15 +222,13 @@ def test_an_export_gives_the_engines_logprobs_in_transformers_and_reloads(
     outputs = ranks(Layout.parse(layout).world_size, export, layout, str(tmp_path / "export"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32).eval()
     assert model.config.dtype == torch.float32
-    for tensors, scores, reloaded, off in outputs:
+    for tensors, scores in outputs:
         assert bitwise_equal(dict(unstacked(dict(model.state_dict()))), tensors)
         for sequence, score in zip(batch(3).sequences, scores, strict=True):
             tokens = torch.as_tensor(sequence)
             with torch.no_grad():
                 logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
             assert_equal(score[1:], logprobs, "log-probs")
-        assert reloaded
-        assert off == 0.0
 
 
 def export_untied(group: Any, layout: str, directory: str) -> None:

@@ -146,3 +146,9 @@ def error_text(action: Callable[[], Any]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def assert_refused(calls: Mapping[str, Callable[[], Any]]) -> None:
+    """Asserts that each call raises an error with its sentence."""
+    for sentence, call in calls.items():
+        assert sentence in error_text(call), (sentence, error_text(call))

@@ -21,6 +21,16 @@ from postlude.model.blocks import (
 from tests.equality import assert_equal
 
 VOCABULARY = 37
+REPLAYED_EXPERTS = MoEConfig(
+    experts=4,
+    top_k=2,
+    intermediate_size=12,
+    shared_intermediate_size=8,
+    selection_bias=True,
+    selection_bias_rate=1e-3,
+    balance_coefficient=0.01,
+    router_fp32=True,
+)
 
 
 def small_config(pattern: str = "[*-][S-][*E]*", **changes: Any) -> ModelConfig:
