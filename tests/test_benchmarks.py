@@ -164,14 +164,7 @@ def test_headline_figure_is_the_median_over_rounds_with_its_peers(load: Any) -> 
     measured = table.read(run)
     target = table.Target(2.5, "2.50×")
     cells = table.Line("case", ("ours", "a"), ("peer", "b"), "theirs", target=target).cells(measured)
-    assert cells == [
-        "case",
-        "**100 tokens/s**",
-        "90 to 110 (20.0%)",
-        "theirs, 50 tokens/s",
-        "2.00×",
-        "2.50×: missed",
-    ]
+    assert cells == ["case", "**100 tokens/s**", "90 to 110 (20.0%)", "theirs, 50 tokens/s", "2.00×", "2.50×: missed"]
     assert table.Line("case", ("ours", "c")).cells(measured)[1] == "its process ended"
     assert table.Line("case", ("nobody", "c")).cells(measured)[1] == "not measured"
     slow = table.Target(3.0, "3 s", at_most=True)

@@ -247,10 +247,7 @@ def test_invalid_pattern_or_description_gives_clear_error(
         (["grpo", "--nproc", "0"], "argument --nproc: '0' is not a whole number of at least 1."),
         (["sft", "--data.path=a.jsonl", "--run="], "run is empty, which would be the working directory itself"),
         (["sft", "/"], '"/" is a directory; give the config file itself.'),
-        (
-            ["generate", "tiny-dense", "--seed", str(2**63)],
-            "--seed: '9223372036854775808' is not a whole",
-        ),
+        (["generate", "tiny-dense", "--seed", str(2**63)], "--seed: '9223372036854775808' is not a whole"),
         (["plan", "tiny-dense", "--seq", "8", "--mtp", "-1"], "--mtp is -1; give the number of depths"),
         ([], "required: COMMAND"),
     ],

@@ -62,13 +62,7 @@ def test_no_secret_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    ("name", "unused"),
-    [
-        ("H200", set()),
-        ("B200", HOPPER),
-        ("L40S", HOPPER),
-        ("A100", HOPPER | FP8),
-    ],
+    ("name", "unused"), [("H200", set()), ("B200", HOPPER), ("L40S", HOPPER), ("A100", HOPPER | FP8)]
 )
 def test_every_unused_kernel_of_a_named_gpu_has_a_reason(
     name: str, unused: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -15,13 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from postlude import (
-    export_hf,
-    load_model,
-    load_tokenizer,
-    pack,
-    unpack,
-)
+from postlude import export_hf, load_model, load_tokenizer, pack, unpack
 from postlude.generate.generator import Generator
 from postlude.generate.sampling_params import SamplingParams
 from postlude.serving.clients.client import GenerationClient

@@ -26,11 +26,7 @@ CONFIG = small_config(
 
 @pytest.mark.parametrize(
     ("layout", "options"),
-    [
-        ("tp=2", {}),
-        ("pp=2", {"overlap": True, "recompute": "full"}),
-        ("dp_shard=2,ep=2", {"overlap": True}),
-    ],
+    [("tp=2", {}), ("pp=2", {"overlap": True, "recompute": "full"}), ("dp_shard=2,ep=2", {"overlap": True})],
 )
 @pytest.mark.slow
 def test_a_layout_equals_one_rank(ranks: Any, layout: str, options: dict[str, Any]) -> None:

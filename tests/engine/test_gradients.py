@@ -44,9 +44,7 @@ def test_gradient_norm_is_summed_in_float64_by_pieces(ranks: Ranks) -> None:
     assert max(sizes) <= 7
 
 
-def test_clipping_scales_all_gradients_and_skips_parameters_without_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_clipping_scales_all_gradients_and_skips_parameters_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     clip_grads, sizes = gradients.clip_grads_with_norm_, list[int]()
     monkeypatch.setattr(
         gradients,

@@ -84,11 +84,7 @@ def continue_in_other_pattern(
 
 @pytest.mark.parametrize(
     ("pattern", "layouts", "exact"),
-    [
-        ("*-*-", ("", ""), True),
-        ("[*-]|[*-]", ("", ""), True),
-        ("*-[*-]", ("tp=2", "pp=2"), False),
-    ],
+    [("*-*-", ("", ""), True), ("[*-]|[*-]", ("", ""), True), ("*-[*-]", ("tp=2", "pp=2"), False)],
 )
 @pytest.mark.slow
 def test_a_checkpoint_resumes_in_another_grouping_of_blocks(

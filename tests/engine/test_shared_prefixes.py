@@ -109,8 +109,7 @@ def compare_sharing(group: dist.ProcessGroup, config: ModelConfig, layout: str, 
 
 
 @pytest.mark.parametrize(
-    ("layout", "config", "sharded"),
-    [("dp_shard=2,ep=2", BATCH_BALANCE, True), ("cp=2", BATCH_BALANCE, False)],
+    ("layout", "config", "sharded"), [("dp_shard=2,ep=2", BATCH_BALANCE, True), ("cp=2", BATCH_BALANCE, False)]
 )
 @pytest.mark.slow
 def test_sharing_changes_no_result(ranks: Any, layout: str, config: ModelConfig, sharded: bool) -> None:

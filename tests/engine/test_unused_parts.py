@@ -99,11 +99,7 @@ def gathered(group: Any, layout: str, mtp: bool) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize(
     ("layout", "mtp"),
-    [
-        ("dp_shard=2", False),
-        ("dp_shard=2", True),
-        pytest.param("pp=2,dp_shard=2", False, marks=pytest.mark.slow),
-    ],
+    [("dp_shard=2", False), ("dp_shard=2", True), pytest.param("pp=2,dp_shard=2", False, marks=pytest.mark.slow)],
 )
 def test_depths_that_the_objective_does_not_use_may_be_gathered_once(ranks: Any, layout: str, mtp: bool) -> None:
     for once, each in ranks(Layout.parse(layout).world_size, gathered, layout, mtp):

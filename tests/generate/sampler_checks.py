@@ -1,4 +1,4 @@
-"""Tests of the sampling kernels. `test_sampler_kernel.py` runs this file: on a GPU, or in the interpreter."""
+"""Tests of the sampling kernels. `tests/ops/test_kernels.py` runs this file: on a GPU, or in the interpreter."""
 
 from __future__ import annotations
 

@@ -35,13 +35,7 @@ LATENT = {
 EXPERTS = {name: value for name, value in LATENT.items() if "lora" not in name and "v_head" not in name}
 for unknown in ("qk_nope_head_dim", "qk_rope_head_dim", "num_attention_heads", "num_key_value_heads"):
     EXPERTS.pop(unknown)
-SINKS = {
-    **SMALL,
-    "num_hidden_layers": 3,
-    "num_local_experts": 5,
-    "num_experts_per_tok": 2,
-    "sliding_window": 5,
-}
+SINKS = {**SMALL, "num_hidden_layers": 3, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 5}
 
 # Older transformers have constants in their place.
 BOUNDS = {"swiglu_alpha": 1.3, "swiglu_limit": 0.8} if hasattr(GptOssConfig(), "swiglu_alpha") else {}

@@ -292,7 +292,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
 FORWARD_ALONE: dict[str, Callable[[], PretrainedConfig]] = {
     "mamba2-limited": lambda: Mamba2Config(
         **MAMBA, num_heads=4, head_dim=12, n_groups=norm_groups(2), chunk_size=256, time_step_limit=(0.5, 0.8)
-    ),
+    )
 }
 
 

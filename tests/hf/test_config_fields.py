@@ -20,7 +20,7 @@ SEQUENCE = torch.randint(61, (17,), generator=torch.Generator().manual_seed(0))
 WITHOUT_EFFECT = {*PretrainedConfig().to_dict(), "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
 OTHERWISE_READ = {
     # transformers clamps time steps to it; it is for initialisation (its pull request 48989).
-    ("nemotron_h", "time_step_min"),
+    ("nemotron_h", "time_step_min")
 }
 if Version(__version__) < Version("5.20"):  # 5.17 takes the states of other groups on a CPU; 5.23 does not
     OTHERWISE_READ |= {("mamba2", "n_groups"), ("granitemoehybrid", "mamba_n_groups")}

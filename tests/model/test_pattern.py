@@ -21,8 +21,7 @@ layers = st.builds(
     st.sampled_from(["", *sorted(TERMINAL)]),
 )
 runs = st.lists(
-    st.builds(lambda unit, n: unit * n, st.lists(layers, min_size=1, max_size=3), st.integers(1, 8)),
-    max_size=3,
+    st.builds(lambda unit, n: unit * n, st.lists(layers, min_size=1, max_size=3), st.integers(1, 8)), max_size=3
 ).map(lambda units: tuple(chain.from_iterable(units)))
 
 
@@ -347,8 +346,7 @@ def test_custom_symbols_round_trip():
 
 
 @pytest.mark.parametrize(
-    "symbols",
-    [{"[": "x"}, {" ": "x"}, {"ab": "x"}, {"": "x"}, {"\0": "x"}, {"*": "a.b"}, {"*": ""}, {"*": "mlp_2"}],
+    "symbols", [{"[": "x"}, {" ": "x"}, {"ab": "x"}, {"": "x"}, {"\0": "x"}, {"*": "a.b"}, {"*": ""}, {"*": "mlp_2"}]
 )
 def test_invalid_symbols_are_refused(symbols):
     with pytest.raises(ValueError, match="cannot be"):

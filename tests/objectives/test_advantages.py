@@ -49,11 +49,7 @@ def test_reinforce_plus_plus_normalises_over_every_token() -> None:
     masks = [[0, 1, 1, 1], [0, 0, 1], [0, 1, 0, 1]]
     penalties = [[9.0, 0.1, 0.2, 0.3], [9.0, 9.0, 0.4], [9.0, 0.5, 9.0, 0.6]]
     actual = reinforce_plus_plus([1.0, 2.0, 0.0], masks, penalties=penalties, gamma=0.9)
-    returns = [
-        [-0.1 + 0.9 * (-0.2 + 0.9 * 0.7), -0.2 + 0.9 * 0.7, 0.7],
-        [1.6],
-        [-0.5 + 0.9 * -0.6, -0.6],
-    ]
+    returns = [[-0.1 + 0.9 * (-0.2 + 0.9 * 0.7), -0.2 + 0.9 * 0.7, 0.7], [1.6], [-0.5 + 0.9 * -0.6, -0.6]]
     flat = [value for row in returns for value in row]
     average, deviation = statistics.mean(flat), statistics.pstdev(flat)
     for advantages, mask, expected in zip(actual, masks, returns, strict=True):

@@ -105,8 +105,7 @@ ALL: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [ALL, {}, ALL | {"over": "sequence_weights"}, ALL | {"ratio": "sequence"}, ALL | {"ratio": "on_policy"}],
+    "settings", [ALL, {}, ALL | {"over": "sequence_weights"}, ALL | {"ratio": "sequence"}, ALL | {"ratio": "on_policy"}]
 )
 def test_metrics_equal_the_plain_ones(settings: dict[str, Any]) -> None:
     model, batch = model_and_batch()

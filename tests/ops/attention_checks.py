@@ -1,4 +1,4 @@
-"""Triton's attention equals dense masked softmax in float64, with all gradients. Run by test_attention_kernels.py, in
+"""Triton's attention equals dense masked softmax in float64, with all gradients. Run by `test_kernels.py`, in
 a process of its own."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of the kernel of linear layers with few rows. `test_decode_linear.py` runs this file, on a GPU or in Triton's
+"""Checks of the kernel of linear layers with few rows. `test_kernels.py` runs this file, on a GPU or in Triton's
 interpreter, which must be chosen before triton is first imported."""
 
 from __future__ import annotations
@@ -10,13 +10,7 @@ from torch import Tensor
 
 from postlude.ops import decode_linear
 from postlude.ops.activation import activate
-from postlude.ops.decode_linear import (
-    COUNTERS,
-    add_low_rank,
-    linear_add,
-    norm_gated_linear,
-    norm_linear,
-)
+from postlude.ops.decode_linear import COUNTERS, add_low_rank, linear_add, norm_gated_linear, norm_linear
 from postlude.ops.low_rank import LowRank
 from postlude.ops.norm import Norm
 

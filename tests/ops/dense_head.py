@@ -67,6 +67,11 @@ class Operands:
             (normal(tokens), normal(tokens), normal(tokens)),
         )
 
+    @property
+    def head(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns a head's first arguments."""
+        return self.hidden, self.weight, self.targets
+
     def leaves(self) -> list[Tensor]:
         return [tensor for tensor in (self.hidden, self.weight, self.bias) if tensor is not None]
 
@@ -91,10 +96,10 @@ def assert_close(actual: Tensor, expected: Tensor, name: str, *, scale: float = 
 def assert_same_head(fused: Any, operands: Operands, *, within: float = TOLERANCE, **options: Any) -> None:
     """Asserts that `fused(hidden, weight, targets, bias=..., **options)`, a full TokenStats, equals the dense head."""
     leaves = operands.leaves()
-    stats = fused(operands.hidden, operands.weight, operands.targets, bias=operands.bias, entropy=True, lse=True)
+    stats = fused(*operands.head, bias=operands.bias, entropy=True, lse=True)
     results = (stats.logprob, stats.entropy, stats.lse)
     gradients = operands.gradients(results)
-    exact = dense(operands.hidden, operands.weight, operands.targets, bias=operands.bias, **options)
+    exact = dense(*operands.head, bias=operands.bias, **options)
     expected = operands.gradients(exact)
     for name, actual_part, want in zip(("logprob", "entropy", "lse"), results, exact, strict=True):
         # A log-prob is a difference of numbers as large as the logits, and 1 nat is what it is measured in.

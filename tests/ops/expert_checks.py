@@ -1,4 +1,4 @@
-"""Triton's kernels between tokens and rows equal torch in float64. Run by test_expert_kernels.py,
+"""Triton's kernels between tokens and rows equal torch in float64. Run by `test_kernels.py`,
 in a process of its own."""
 
 from __future__ import annotations

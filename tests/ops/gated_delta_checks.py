@@ -1,4 +1,4 @@
-"""Checks of the gated delta rule's kernels. `test_gated_delta_kernels.py` runs this file, on a GPU or in Triton's
+"""Checks of the gated delta rule's kernels. `test_kernels.py` runs this file, on a GPU or in Triton's
 interpreter, which must be chosen before triton is first imported. Here products are fp32."""
 
 from __future__ import annotations

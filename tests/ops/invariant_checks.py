@@ -1,4 +1,4 @@
-"""Tests of the batch-invariant kernels. `test_batch_invariant.py` runs it on a GPU or in the interpreter."""
+"""Tests of the batch-invariant kernels. `test_kernels.py` runs it on a GPU or in the interpreter."""
 
 from __future__ import annotations
 

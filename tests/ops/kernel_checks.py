@@ -25,8 +25,8 @@ def run_checks(name: str, selected: str = "", **environment: str) -> None:
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
-def interpret_checks(name: str) -> None:
+def interpret_checks(name: str, selected: str = "") -> None:
     """Runs the same through Triton's interpreter, without a GPU."""
     if VERSIONS[0] < (3, 7) and VERSIONS[1] >= (2, 4):
         pytest.skip("Triton's interpreter before 3.7 needs numpy before 2.4")
-    run_checks(name, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    run_checks(name, selected, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")

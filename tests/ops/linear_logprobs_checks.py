@@ -1,4 +1,4 @@
-"""Checks of the head kernels that store logits in 16 bits. `test_linear_logprobs_kernels.py` runs this file."""
+"""Checks of the head kernels that store logits in 16 bits. `test_kernels.py` runs this file."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ import torch
 from postlude.ops.kernels import linear_logprobs_quantized as quantized
 from postlude.ops.kernels import linear_logprobs_rows as triton_epilogue
 from postlude.ops.linear_logprobs import resolved_call, torch_epilogue
-from postlude.ops.linear_logprobs.statistics import (
-    Slab,
-    TokenRows,
-    Upstream,
-    empty_state,
-)
+from postlude.ops.linear_logprobs.statistics import Slab, TokenRows, Upstream, empty_state
 from postlude.ops.linear_objective import linear_objective
 from tests.ops.dense_head import Operands, assert_close, dense
 
@@ -106,9 +101,7 @@ def test_objective_from_quantized_logits(
 
     options = {"softcap": 5.0, "temperature": 0.9, "vocab_size": 301}
     result = linear_objective(
-        operands.hidden,
-        operands.weight,
-        operands.targets,
+        *operands.head,
         loss,
         operands.upstream[0],
         entropy=True,
@@ -116,7 +109,7 @@ def test_objective_from_quantized_logits(
         memory_budget=memory_budget,
         **options,
     )
-    logprob, entropy, _ = dense(operands.hidden, operands.weight, operands.targets, **options)
+    logprob, entropy, _ = dense(*operands.head, **options)
     exact = loss(logprob, entropy, operands.upstream[0].double()).sum()
     assert_close(result.loss, exact, "loss", scale=1.0)
     actual, want = (torch.autograd.grad(3 * total, operands.leaves()) for total in (result.loss, exact))

@@ -1,4 +1,4 @@
-"""Tests of the kernels over pages. `test_paged_attention.py` runs this file: on a GPU, or through Triton's
+"""Tests of the kernels over pages. `test_kernels.py` runs this file: on a GPU, or through Triton's
 interpreter, which must be chosen before triton is first imported."""
 
 from __future__ import annotations

@@ -15,21 +15,9 @@ from postlude.ops.attention import (
     triton_packed_attention,
 )
 from postlude.ops.packing import Packing
-from tests.ops.kernel_checks import interpret_checks, run_checks
 from tests.ops.test_attention import assert_alike, dense, on_cuda
 
-CHECKS = "attention_checks.py"
 LENGTHS, PART = (130, 1, 517, 64), (65, 1, 130, 1)
-
-
-@pytest.mark.thorough  # on a GPU the same kernels are held to float64 by what follows
-def test_kernels_in_the_interpreter() -> None:
-    interpret_checks(CHECKS)
-
-
-@pytest.mark.gpu
-def test_kernels() -> None:
-    run_checks(CHECKS)
 
 
 @pytest.mark.gpu

@@ -12,19 +12,6 @@ from postlude.ops.linear_logprobs import linear_logprobs
 from postlude.ops.linear_logprobs.invariant import invariant_logits, logprobs_of_logits
 from postlude.ops.packing import Packing
 from tests.equality import assert_equal
-from tests.ops.kernel_checks import interpret_checks, run_checks
-
-CHECKS = "invariant_checks.py"
-
-
-@pytest.mark.thorough
-def test_kernels_in_the_interpreter() -> None:
-    interpret_checks(CHECKS)
-
-
-@pytest.mark.gpu
-def test_kernels() -> None:
-    run_checks(CHECKS)
 
 
 def test_mode_ends_with_its_context_and_is_kept_by_bound_functions() -> None:

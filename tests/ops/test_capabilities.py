@@ -123,9 +123,7 @@ def test_unsupported_kernel_is_not_tried_with_try_unmeasured(monkeypatch: pytest
     assert reason == "its kernels need compute capability 9.0, and A100 has 8.0"
 
 
-def test_gated_delta_kernels_need_the_measured_triton_version(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gated_delta_kernels_need_the_measured_triton_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "version_of", lambda package: "3.7.1")
     reason = backend.why_unmeasured("gated_delta", backend.GPUS["H200"])
     assert reason == "its kernels were measured with triton 3.6, and this is 3.7.1"

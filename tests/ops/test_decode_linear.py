@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from postlude.ops.activation import gated_activation
@@ -10,19 +9,6 @@ from postlude.ops.decode_linear import linear_add, norm_gated_linear, norm_linea
 from postlude.ops.low_rank import LowRank
 from postlude.ops.norm import Norm, rms_norm
 from tests.equality import assert_equal
-from tests.ops.kernel_checks import interpret_checks, run_checks
-
-CHECKS = "decode_linear_checks.py"
-
-
-@pytest.mark.thorough
-def test_kernels_in_the_interpreter() -> None:
-    interpret_checks(CHECKS)
-
-
-@pytest.mark.gpu
-def test_kernels() -> None:
-    run_checks(CHECKS)
 
 
 def test_fused_functions_equal_separate_operations() -> None:

@@ -8,19 +8,6 @@ import torch
 from postlude.ops.activation import activate, gated_activation
 from postlude.ops.norm import rms_norm, rms_norm_with_residual
 from postlude.ops.rotary import RotaryConfig, rotary_table, rotate, rotate_heads
-from tests.ops.kernel_checks import interpret_checks, run_checks
-
-CHECKS = "elementwise_checks.py"
-
-
-@pytest.mark.thorough  # on a GPU the same kernels are held to float64
-def test_kernels_in_the_interpreter() -> None:
-    interpret_checks(CHECKS)
-
-
-@pytest.mark.gpu
-def test_kernels_on_the_gpu() -> None:
-    run_checks(CHECKS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

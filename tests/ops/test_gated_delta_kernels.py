@@ -9,15 +9,7 @@ from torch import Tensor
 
 from postlude.ops.gated_delta import CHUNK, _why_slower, gated_delta
 from postlude.ops.packing import Packing
-from tests.ops.kernel_checks import interpret_checks, run_checks
 from tests.ops.test_gated_delta import NAMES, inputs
-
-CHECKS = "gated_delta_checks.py"
-
-
-@pytest.mark.thorough  # on a GPU the same kernels are held to float64 by what follows
-def test_kernels_in_the_interpreter() -> None:
-    interpret_checks(CHECKS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -65,9 +57,6 @@ class TestOnTheGpu:
         for name, actual, want in zip(("outputs", "states", *NAMES), results, exact, strict=True):
             off = float((actual.double() - want).norm() / want.norm())
             assert name not in names or off <= self.LIMIT, f"{name}: off by {off:.1e}"
-
-    def test_kernels(self) -> None:
-        run_checks(CHECKS)
 
     @pytest.mark.parametrize(("heads", "widths"), [((8, 4), (128, 128)), ((6, 2), (72, 96)), ((3, 3), (64, 256))])
     def test_accuracy(self, heads: tuple[int, int], widths: tuple[int, int]) -> None:

@@ -10,19 +10,6 @@ import torch
 from postlude.ops.linear_logprobs import linear_logprobs
 from postlude.ops.linear_objective import linear_objective
 from tests.ops.dense_head import Operands, dense
-from tests.ops.kernel_checks import interpret_checks, run_checks
-
-CHECKS, MORE_CHECKS = "triton_checks.py", "linear_logprobs_checks.py"
-
-
-@pytest.mark.slow
-def test_kernels_in_the_interpreter() -> None:
-    interpret_checks(CHECKS)
-
-
-@pytest.mark.thorough
-def test_single_pass_kernels_in_the_interpreter() -> None:
-    interpret_checks(MORE_CHECKS)
 
 
 @pytest.mark.gpu
@@ -30,10 +17,6 @@ class TestOnTheGpu:
     """bf16 operands against float64 on the same values."""
 
     TOKENS, FEATURES, VOCABULARY = 384, 512, 9000
-
-    @pytest.mark.parametrize("checks", [CHECKS, MORE_CHECKS])
-    def test_kernels(self, checks: str) -> None:
-        run_checks(checks)
 
     def operands(self) -> Operands:
         drawn = Operands.random(self.TOKENS, self.FEATURES, self.VOCABULARY, device="cuda")
@@ -49,17 +32,10 @@ class TestOnTheGpu:
         operands = self.operands()
         options = {"temperature": 0.9, "softcap": softcap}
         stats = linear_logprobs(
-            operands.hidden,
-            operands.weight,
-            operands.targets,
-            entropy=True,
-            lse=True,
-            backend=backend,
-            memory_budget=memory_budget,
-            **options,
+            *operands.head, entropy=True, lse=True, backend=backend, memory_budget=memory_budget, **options
         )
         results = (stats.logprob, stats.entropy, stats.lse)
-        exact = dense(operands.hidden, operands.weight, operands.targets, **options)
+        exact = dense(*operands.head, **options)
         for name, result, want in zip(("logprob", "entropy", "lse"), results, exact, strict=True):
             off = float((result.double() - want).norm() / want.norm())
             assert off <= 1e-6, f"{name} is off by {off:.1e}"
@@ -77,9 +53,9 @@ class TestOnTheGpu:
 
         # The least holds 52 tokens of codes and no fp32 sum: each of six slabs rounds the weight's gradient.
         for memory_budget, within in ((None, 3e-3), (40_000_000, 3e-3), (1_000_000, 5e-3)):
-            arguments = (operands.hidden, operands.weight, operands.targets, loss, operands.upstream[0])
+            arguments = (*operands.head, loss, operands.upstream[0])
             result = linear_objective(*arguments, entropy=True, memory_budget=memory_budget)
-            logprob, entropy, _ = dense(operands.hidden, operands.weight, operands.targets)
+            logprob, entropy, _ = dense(*operands.head)
             exact = (loss(logprob, entropy, operands.upstream[0].double()) * has_target).sum()
             assert abs(float(result.loss) - float(exact)) <= 1e-5 * abs(float(exact))
             gradients, want = (torch.autograd.grad(total, operands.leaves()) for total in (result.loss, exact))
@@ -95,7 +71,7 @@ class TestOnTheGpu:
                 operands.targets.fill_(7)
             outputs = []
             for count in (None, int((operands.targets != -100).sum())):
-                arguments = (operands.hidden, operands.weight, operands.targets)
+                arguments = operands.head
                 stats = linear_logprobs(*arguments, entropy=True, lse=True, target_count=count)
                 results = (stats.logprob, stats.entropy, stats.lse)
                 # Slabs of 52 tokens.
@@ -117,7 +93,7 @@ class TestOnTheGpu:
                 warnings.simplefilter("always")
                 torch.cuda.set_sync_debug_mode("warn")
                 try:
-                    stats = linear_logprobs(operands.hidden, operands.weight, operands.targets, entropy=True, **options)
+                    stats = linear_logprobs(*operands.head, entropy=True, **options)
                     stats.logprob.sum().backward()
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
@@ -130,10 +106,10 @@ class TestOnTheGpu:
     def test_ignored_positions_halve_the_memory_of_a_slab(self) -> None:
         operands = self.operands()
         operands.targets[::2] = -100
-        linear_logprobs(operands.hidden, operands.weight, operands.targets, memory_budget=2**30)
+        linear_logprobs(*operands.head, memory_budget=2**30)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         with torch.no_grad():
-            linear_logprobs(operands.hidden, operands.weight, operands.targets, memory_budget=2**30)
+            linear_logprobs(*operands.head, memory_budget=2**30)
         peak = torch.cuda.max_memory_allocated() - before
         assert peak <= 0.6 * 4 * self.TOKENS * self.VOCABULARY

@@ -37,14 +37,12 @@ def policy_loss(logprob: Tensor, entropy: Tensor | None, columns: PolicyColumns)
 
 def policy_columns(operands: Operands) -> PolicyColumns:
     with torch.no_grad():
-        old = linear_logprobs(operands.hidden, operands.weight, operands.targets, backend="torch").logprob
+        old = linear_logprobs(*operands.head, backend="torch").logprob
     return PolicyColumns(old + 0.2 * operands.upstream[0], operands.upstream[1])
 
 
 def two_passes(operands: Operands, columns: PolicyColumns, **options: Any) -> tuple[Tensor, Tensor]:
-    stats = linear_logprobs(
-        operands.hidden, operands.weight, operands.targets, bias=operands.bias, backend="torch", **options
-    )
+    stats = linear_logprobs(*operands.head, bias=operands.bias, backend="torch", **options)
     losses = torch.where(operands.targets != -100, policy_loss(stats.logprob, stats.entropy, columns), 0.0)
     return losses.sum(), losses
 
@@ -74,16 +72,7 @@ def test_equals_two_passes(
     columns = policy_columns(operands)
     operands.targets[:ignored] = -100
     options = {"entropy": entropy, "softcap": softcap, "temperature": 0.8, "vocab_size": vocabulary}
-    result = fused(
-        operands.hidden,
-        operands.weight,
-        operands.targets,
-        policy_loss,
-        columns,
-        bias=operands.bias,
-        memory_budget=memory_budget,
-        **options,
-    )
+    result = fused(*operands.head, policy_loss, columns, bias=operands.bias, memory_budget=memory_budget, **options)
     expected, losses = two_passes(operands, columns, **options)
     assert_close(result.loss, expected, "loss", scale=1.0)
     assert_close(result.token_loss, losses, "token losses", scale=1.0)
@@ -106,9 +95,7 @@ def test_bf16_gradients_are_summed_in_fp32_and_rounded_once(memory_budget: int |
         operands.targets,
         operands.upstream,
     )
-    result = fused(
-        operands.hidden, operands.weight, operands.targets, policy_loss, columns, memory_budget=memory_budget
-    )
+    result = fused(*operands.head, policy_loss, columns, memory_budget=memory_budget)
     expected, _ = two_passes(exact, columns)
     assert_close(result.loss, expected, "loss")
     gradients = torch.autograd.grad(0.3 * result.loss, operands.leaves())
@@ -123,13 +110,7 @@ def test_three_products_per_slab(memory_budget: int | None) -> None:
     """Logits, dX and dW: no slab is projected twice."""
     operands = Operands.random(40, 8, 300)
     with Watch() as watch:
-        result = fused(
-            operands.hidden,
-            operands.weight,
-            operands.targets,
-            lambda logprob, _, __: -logprob,
-            memory_budget=memory_budget,
-        )
+        result = fused(*operands.head, lambda logprob, _, __: -logprob, memory_budget=memory_budget)
         result.loss.backward()
     assert watch.operations == 3 * 40 * 8 * 300
     assert (watch.projections(8) == 1) == (memory_budget is None)
@@ -142,14 +123,14 @@ def test_frozen_operand_needs_no_gemm(frozen: str) -> None:
     operands = Operands.random(40, 8, 300)
     getattr(operands, frozen).requires_grad_(False)
     with Watch() as watch:
-        fused(operands.hidden, operands.weight, operands.targets, lambda logprob, _, __: -logprob).loss.backward()
+        fused(*operands.head, lambda logprob, _, __: -logprob).loss.backward()
     assert watch.operations == 2 * 40 * 8 * 300
 
 
 def test_without_gradients_only_statistics_are_computed() -> None:
     operands = Operands.random(10, 4, 23)
     columns = policy_columns(operands)
-    call = functools.partial(fused, operands.hidden, operands.weight, operands.targets, policy_loss, columns)
+    call = functools.partial(fused, *operands.head, policy_loss, columns)
     with torch.no_grad():
         quiet = call(lse=True, top1=True)
     loud = call(lse=True, top1=True)
@@ -183,12 +164,7 @@ def test_columns_of_every_kind() -> None:
     losses = {}
     for kind, (columns, weigh) in kinds.items():
         losses[kind] = fused(
-            operands.hidden,
-            operands.weight,
-            operands.targets,
-            lambda logprob, _, c, weigh=weigh: logprob * weigh(c),
-            columns,
-            memory_budget=3000,
+            *operands.head, lambda logprob, _, c, weigh=weigh: logprob * weigh(c), columns, memory_budget=3000
         ).loss
     for kind, loss in losses.items():
         assert_close(loss, losses["tensor"], kind)
@@ -203,9 +179,7 @@ def test_leading_dimensions() -> None:
         lambda logprob, _, c: logprob * c,
         operands.upstream[0].view(3, 4),
     )
-    flat = fused(
-        operands.hidden, operands.weight, operands.targets, lambda logprob, _, c: logprob * c, operands.upstream[0]
-    )
+    flat = fused(*operands.head, lambda logprob, _, c: logprob * c, operands.upstream[0])
     assert shaped.token_loss.shape == shaped.stats.logprob.shape == (3, 4)
     assert_close(shaped.token_loss.flatten(), flat.token_loss, "token losses")
 
@@ -213,16 +187,14 @@ def test_leading_dimensions() -> None:
 def test_an_objective_may_ignore_the_logprob() -> None:
     operands = Operands.random(6, 4, 23)
     for objective in (lambda logprob, _, c: c, lambda logprob, entropy, _: entropy):
-        result = fused(
-            operands.hidden, operands.weight, operands.targets, objective, operands.upstream[0], entropy=True
-        )
+        result = fused(*operands.head, objective, operands.upstream[0], entropy=True)
         gradients = torch.autograd.grad(result.loss, operands.leaves())
         assert all(torch.isfinite(gradient).all() for gradient in gradients)
 
 
 def test_invalid_arguments_give_clear_errors() -> None:
     operands = Operands.random(6, 4, 23)
-    call = functools.partial(fused, operands.hidden, operands.weight, operands.targets)
+    call = functools.partial(fused, *operands.head)
     with pytest.raises(ValueError, match=r"one loss a token, \[6\], but returned \[\].*Leave the sum"):
         call(lambda logprob, _, __: logprob.mean())
     with pytest.raises(ValueError, match=r"columns hold a tensor \[5\], which does not begin with targets' \[6\]"):
@@ -245,7 +217,7 @@ def test_no_gradient_reaches_the_columns(frozen: bool) -> None:
 def test_an_objective_that_returns_no_tensor_is_refused() -> None:
     operands = Operands.random(4, 3, 9)
     with pytest.raises(TypeError, match="must return a tensor of losses, but returned a float"):
-        linear_objective(operands.hidden, operands.weight, operands.targets, lambda *_: 1.0)
+        linear_objective(*operands.head, lambda *_: 1.0)
 
 
 @pytest.mark.parametrize("ignored", [0, 9])
@@ -262,7 +234,7 @@ def test_weight_gradient_is_added_to_main_grad(one_sweep: bool, ignored: int) ->
         if has_main_grad:
             operands.weight.main_grad = total  # type: ignore[attr-defined]
             operands.weight.main_grad_is_empty = is_empty  # type: ignore[attr-defined]
-        arguments = operands.hidden, operands.weight, operands.targets
+        arguments = operands.head
         loss = fused(*arguments, policy_loss, columns).loss if one_sweep else two_passes(operands, columns)[0]
         (0.3 * loss).backward()
         assert (operands.weight.grad is None) == has_main_grad

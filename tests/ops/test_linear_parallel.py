@@ -103,17 +103,9 @@ def run(group: dist.ProcessGroup, shards: tuple[int, ...], form: str, computed: 
 @pytest.mark.parametrize(("size", "shards"), LAYOUTS)
 def test_equals_one_rank(ranks: Ranks, size: int, shards: tuple[int, ...], computed: dict[str, Any], form: str) -> None:
     full_operands = operands()
-    exact = dense(full_operands.hidden, full_operands.weight, full_operands.targets, bias=full_operands.bias, **OPTIONS)
+    exact = dense(*full_operands.head, bias=full_operands.bias, **OPTIONS)
     expected = full_operands.gradients(exact)
-    single = linear_logprobs(
-        full_operands.hidden,
-        full_operands.weight,
-        full_operands.targets,
-        bias=full_operands.bias,
-        topk=4,
-        top1=True,
-        **OPTIONS,
-    )
+    single = linear_logprobs(*full_operands.head, bias=full_operands.bias, topk=4, top1=True, **OPTIONS)
     outputs = ranks(size, run, shards, form, computed)
     for answer in outputs:
         for name, result, want in zip(("logprob", "entropy", "lse"), answer["results"], exact, strict=True):
@@ -190,14 +182,7 @@ def run_objective(group: dist.ProcessGroup, shards: tuple[int, ...]) -> dict[str
 def test_objective_equals_one_rank(ranks: Ranks, size: int, shards: tuple[int, ...]) -> None:
     full_operands = operands()
     single = linear_objective(
-        full_operands.hidden,
-        full_operands.weight,
-        full_operands.targets,
-        policy,
-        full_operands.upstream[0],
-        bias=full_operands.bias,
-        entropy=True,
-        **OPTIONS,
+        *full_operands.head, policy, full_operands.upstream[0], bias=full_operands.bias, entropy=True, **OPTIONS
     )
     expected = torch.autograd.grad(single.loss, (full_operands.hidden, full_operands.weight))
     outputs = ranks(size, run_objective, shards)
@@ -273,7 +258,7 @@ def test_two_ranks_in_bf16_through_the_fused_head_equal_float64(softcap: float |
     """As accurate as one rank is: see `test_linear_logprobs_kernels.py`."""
     outputs = launch(fused_head, softcap, nproc=2, timeout=120.0, device="cuda")
     full_operands = half_precision()
-    exact = dense(full_operands.hidden, full_operands.weight, full_operands.targets, softcap=softcap)
+    exact = dense(*full_operands.head, softcap=softcap)
     of_hidden, of_weight = full_operands.gradients(exact)
 
     def off(actual: Tensor, want: Tensor) -> float:

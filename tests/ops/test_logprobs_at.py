@@ -101,35 +101,20 @@ def test_frozen_operands_and_half_precision() -> None:
 def test_invalid_arguments_are_refused() -> None:
     full_operands, ids, _ = operands()
     with pytest.raises(ValueError, match="id 33 is outside the vocabulary, 0 to 32"):
-        linear_logprobs_at(
-            full_operands.hidden, full_operands.weight, full_operands.targets, ids.clamp_min(33), vocab_size=REAL
-        )
+        linear_logprobs_at(*full_operands.head, ids.clamp_min(33), vocab_size=REAL)
     with pytest.raises(ValueError, match="integers of shape"):
-        linear_logprobs_at(
-            full_operands.hidden, full_operands.weight, full_operands.targets, ids.float(), vocab_size=REAL
-        )
+        linear_logprobs_at(*full_operands.head, ids.float(), vocab_size=REAL)
 
 
 def test_given_count_avoids_synchronisation_and_invalid_id_gives_nan() -> None:
     full_operands, ids, _ = operands()
     count = int((full_operands.targets != -100).sum())
-    _, expected = linear_logprobs_at(
-        full_operands.hidden, full_operands.weight, full_operands.targets, ids, vocab_size=REAL
-    )
+    _, expected = linear_logprobs_at(*full_operands.head, ids, vocab_size=REAL)
     with Waits() as watch:
-        _, logprobs = linear_logprobs_at(
-            full_operands.hidden, full_operands.weight, full_operands.targets, ids, vocab_size=REAL, target_count=count
-        )
+        _, logprobs = linear_logprobs_at(*full_operands.head, ids, vocab_size=REAL, target_count=count)
         wrong = ids.clone()
         wrong[:, 0] = REAL
-        _, spoilt = linear_logprobs_at(
-            full_operands.hidden,
-            full_operands.weight,
-            full_operands.targets,
-            wrong,
-            vocab_size=REAL,
-            target_count=count,
-        )
+        _, spoilt = linear_logprobs_at(*full_operands.head, wrong, vocab_size=REAL, target_count=count)
         spoilt.sum().backward()
     assert watch.sites == []
     assert torch.equal(logprobs, expected)

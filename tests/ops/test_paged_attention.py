@@ -8,30 +8,6 @@ import torch
 from postlude.ops.attention import ScoreConfig
 from postlude.ops.paged_attention import PAGE_SIZE, attend_pages, new_page_store
 from tests.equality import assert_equal
-from tests.ops.kernel_checks import interpret_checks, run_checks
-
-CHECKS = "paged_checks.py"
-
-
-@pytest.mark.thorough
-def test_kernels_in_the_interpreter() -> None:
-    interpret_checks(CHECKS)
-
-
-# Together they select every test. Each compiles many kernels: in processes of their own, they can run at the same time.
-SELECTIONS = [
-    "pages_equal_packed",
-    "test_shared",
-    "several_tokens and fp8",
-    "several_tokens and not fp8",
-    "not (pages_equal_packed or test_shared or several_tokens)",
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("selected", SELECTIONS)
-def test_kernels(selected: str) -> None:
-    run_checks(CHECKS, selected)
 
 
 @pytest.mark.gpu

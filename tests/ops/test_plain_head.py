@@ -39,13 +39,7 @@ def test_plain_head_has_all_results_of_the_fused_one() -> None:
     results = {}
     for backend in ("logits", "torch"):
         stats = linear_logprobs(
-            *(operands.hidden, operands.weight, operands.targets),
-            bias=operands.bias,
-            entropy=True,
-            lse=True,
-            top1=True,
-            topk=3,
-            backend=backend,
+            *operands.head, bias=operands.bias, entropy=True, lse=True, top1=True, topk=3, backend=backend
         )
         gradients = operands.gradients((stats.logprob, stats.entropy, stats.lse))
         results[backend] = {**vars(stats), **dict(zip(("hidden", "weight", "bias"), gradients, strict=True))}
@@ -64,7 +58,7 @@ def test_objectives_and_given_ids_equal_those_of_the_fused_head(changes: dict[st
     ids = torch.randint(11, (6, 3), generator=torch.Generator().manual_seed(1))
     results = []
     for options in ({}, changes):
-        head = operands.hidden, operands.weight, operands.targets
+        head = operands.head
         objective = linear_objective(*head, loss, operands.upstream[0], **options)
         stats, at = linear_logprobs_at(*head, ids, **options)
         totals = objective.loss, stats.logprob.sum() + at.sum()
@@ -77,7 +71,7 @@ def test_objectives_and_given_ids_equal_those_of_the_fused_head(changes: dict[st
 def test_wrong_target_count_makes_nan_and_batch_invariance_is_refused() -> None:
     operands = Operands.random(4, 4, 11)
     operands.targets[0] = -100
-    call = functools.partial(plain, operands.hidden, operands.weight, operands.targets)
+    call = functools.partial(plain, *operands.head)
     assert torch.equal(call(target_count=3).logprob, call().logprob)
     assert call(target_count=4).logprob.isnan().all()
     with batch_invariant(True), pytest.raises(ValueError, match=r'backend="logits" computes all tokens in one'):
@@ -98,7 +92,7 @@ def test_cast_hidden_gives_the_bits_of_hidden_in_the_weights_dtype() -> None:
     drawn, rounded = mixed("cpu", 7, 16, 33)
     results = []
     for operands, options in ((drawn, {"cast_hidden": True}), (rounded, {}), (drawn, {})):
-        stats = linear_logprobs(operands.hidden, operands.weight, operands.targets, entropy=True, lse=True, **options)
+        stats = linear_logprobs(*operands.head, entropy=True, lse=True, **options)
         rows = stats.logprob, stats.entropy, stats.lse
         results.append([*rows, *operands.gradients(rows)])
     for name, cast, expected in zip(("logprob", "entropy", "lse", "hidden", "weight"), *results[:2], strict=True):
@@ -112,11 +106,9 @@ def test_cast_hidden_gives_the_bits_of_hidden_in_the_weights_dtype() -> None:
 def test_cast_hidden_equals_float64_of_the_rounded_values_on_gpu(backend: Any) -> None:
     """Products of bf16 operands are exact in fp32, so log-probs differ by the rounding of their sums alone."""
     drawn, rounded = mixed("cuda", 384, 512, 9000)
-    stats = linear_logprobs(
-        *(drawn.hidden, drawn.weight, drawn.targets), entropy=True, lse=True, backend=backend, cast_hidden=True
-    )
+    stats = linear_logprobs(*drawn.head, entropy=True, lse=True, backend=backend, cast_hidden=True)
     results = stats.logprob, stats.entropy, stats.lse
-    exact = dense(rounded.hidden, rounded.weight, rounded.targets)
+    exact = dense(*rounded.head)
     for name, result, want in zip(("logprob", "entropy", "lse"), results, exact, strict=True):
         off = float((result.double() - want).norm() / want.norm())
         assert off <= 1e-6, f"{name} is off by {off:.1e}"

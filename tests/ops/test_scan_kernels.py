@@ -12,14 +12,6 @@ from torch import Tensor
 from postlude.ops.convolution import convolve
 from postlude.ops.packing import Packing
 from postlude.ops.ssd import _unsupported_reason, ssd
-from tests.ops.kernel_checks import interpret_checks, run_checks
-
-CHECKS = "scan_checks.py"
-
-
-@pytest.mark.thorough  # on a GPU the same kernels are held to float64 by what follows
-def test_kernels_in_the_interpreter() -> None:
-    interpret_checks(CHECKS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -51,9 +43,6 @@ class TestOnTheGpu:
     """
 
     LENGTHS = (700, 1, 130, 2, 900, 267)  # of 2000, so that the last chunk is not full
-
-    def test_kernels(self) -> None:
-        run_checks(CHECKS)
 
     def operands(self, dtype: torch.dtype, heads: int, width: int, groups: int, states: int) -> list[Tensor]:
         generator = torch.Generator("cuda").manual_seed(0)

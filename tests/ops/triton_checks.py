@@ -1,4 +1,4 @@
-"""Checks of the head's row kernels. `test_linear_logprobs_kernels.py` runs this file, on a GPU or in the interpreter.
+"""Checks of the head's row kernels. `test_kernels.py` runs this file, on a GPU or in the interpreter.
 
 The interpreter must be chosen before triton is first imported, so these checks have a process of their own.
 """
@@ -74,7 +74,7 @@ def test_top_k_and_hit_equal_the_torch_backend() -> None:
     results = []
     for backend in ("torch", "triton"):
         options = {"topk": 4, "top1": True, "softcap": 4.0, "backend": backend, "memory_budget": 900}
-        results.append(linear_logprobs(operands.hidden, operands.weight, operands.targets, **options))
+        results.append(linear_logprobs(*operands.head, **options))
     triton_result, torch_result = results
     assert torch.equal(triton_result.topk_ids, torch_result.topk_ids)
     assert torch.equal(triton_result.top1, torch_result.top1)
@@ -86,7 +86,7 @@ def test_nan_is_propagated() -> None:
     operands = Operands.random(3, 4, 30, device=DEVICE)
     with torch.no_grad():
         operands.hidden[1, 1] = torch.nan
-    stats = fused(operands.hidden, operands.weight, operands.targets, entropy=True)
+    stats = fused(*operands.head, entropy=True)
     assert stats.logprob.isnan().tolist() == stats.entropy.isnan().tolist() == [False, True, False]
 
 
@@ -96,7 +96,7 @@ def test_masking_with_minus_infinity() -> None:
     bias = torch.zeros(300, device=DEVICE).masked_fill_(torch.arange(300, device=DEVICE) % 3 == 0, -torch.inf)
     results = []
     for mask in (bias, bias.clamp(min=-1e4)):
-        stats = fused(operands.hidden, operands.weight, operands.targets, bias=mask, entropy=True, lse=True)
+        stats = fused(*operands.head, bias=mask, entropy=True, lse=True)
         rows = (stats.logprob, stats.entropy, stats.lse)
         results.append((*rows, *operands.gradients(rows)))
     for removed, unlikely in zip(*results, strict=True):
@@ -244,9 +244,7 @@ def test_objective_equals_the_torch_backend(memory_budget: int | None) -> None:
     outputs = []
     for backend in ("torch", "triton"):
         result = linear_objective(
-            operands.hidden,
-            operands.weight,
-            operands.targets,
+            *operands.head,
             lambda logprob, entropy, c: logprob.exp() * c - 0.1 * entropy,
             operands.upstream[0],
             bias=operands.bias,

@@ -208,10 +208,7 @@ def used_channels(group: dist.ProcessGroup, layout: Layout) -> list[tuple[str, i
 
 @pytest.mark.parametrize(
     ("layout", "sent"),
-    [
-        (Layout(pp=2), [[("F", 0)], [("B", 1)]]),
-        (Layout(pp=2, vpp=2), [[("F", 0), ("B", 0)], [("B", 1), ("F", 1)]]),
-    ],
+    [(Layout(pp=2), [[("F", 0)], [("B", 1)]]), (Layout(pp=2, vpp=2), [[("F", 0), ("B", 0)], [("B", 1), ("F", 1)]])],
 )
 def test_every_channel_is_used_at_creation(ranks, layout: Layout, sent: list[list[tuple[str, int]]]) -> None:
     assert ranks(2, used_channels, layout) == sent

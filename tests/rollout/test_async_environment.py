@@ -74,10 +74,7 @@ def counting(**settings: Any) -> AsyncEnvironment:
 def test_an_episode_keeps_its_state_and_sums_its_rewards() -> None:
     environment = counting()
     episodes = [environment.reset(environment.tasks[index]) for index in (1, 2)]
-    assert step(environment, episodes, ["go", "earn"]) == [
-        TurnResult(observation="11"),
-        TurnResult(Score(0.25), "21"),
-    ]
+    assert step(environment, episodes, ["go", "earn"]) == [TurnResult(observation="11"), TurnResult(Score(0.25), "21")]
     assert step(environment, episodes, ["stop", "earn"]) == [
         TurnResult(Score(1.0, {"count": 12.0})),
         TurnResult(Score(0.5), "22"),

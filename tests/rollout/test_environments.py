@@ -50,14 +50,8 @@ def test_each_row_is_a_task(tasks: DatasetTasks) -> None:
     assert tasks[0] == Task("1 + 1 =", {"prompt": "1 + 1 =", "answer": 2}, "line 1 of train.jsonl")
     assert [is_chat(tasks[index].prompt) for index in range(len(tasks))] == [False, True]
     wrapped = DatasetTasks(tasks.rows, chat=True, system="Be brief.")
-    assert wrapped[0].prompt == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "1 + 1 ="},
-    ]
-    assert wrapped[1].prompt == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "2 + 2"},
-    ]
+    assert wrapped[0].prompt == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1 ="}]
+    assert wrapped[1].prompt == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2"}]
     with pytest.raises(ValueError, match='no column "question"'):
         DatasetTasks(tasks.rows, prompt="question")
     with pytest.raises(
