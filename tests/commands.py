@@ -1,7 +1,5 @@
 """Runs commands in forked processes that have already imported torch, which saves seconds per command."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

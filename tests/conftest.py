@@ -1,7 +1,5 @@
 """Gloo ranks that are kept between tests: started on first use, and shared by tests with the same number of ranks."""
 
-from __future__ import annotations
-
 import datetime
 import gc
 import multiprocessing

@@ -1,7 +1,5 @@
 """The common tolerance: two tensors are equal when they differ by at most 1e-5 of the larger one's scale."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 TOLERANCE = 1e-5

@@ -1,7 +1,5 @@
 """A local server with the Hugging Face Hub's API, for repositories given as dicts of files."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

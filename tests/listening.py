@@ -1,7 +1,5 @@
 """The addresses that processes listen on, as /proc says."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Meshes of the test ranks, made once per layout, and the comparison of a case on them."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

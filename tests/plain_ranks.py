@@ -1,7 +1,5 @@
 """Ranks without an agent: processes with torchrun's variables, forked with everything imported."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -23,7 +21,7 @@ class PlainRanks:
         self.size, self.work = size, (timeout, function, arguments)
         self.started: list[tuple[BaseProcess, Connection]] = []
 
-    def __enter__(self) -> PlainRanks:
+    def __enter__(self) -> "PlainRanks":
         self.port = ReservedPort("localhost")
         place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(self.port.number)}
         for rank in range(self.size):

@@ -5,8 +5,6 @@ a second. The groups of forty runs would take a tenth of a core on every rank, a
 be destroyed after a call: what DTensor remembers of an equal mesh names its groups.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager

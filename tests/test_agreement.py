@@ -1,7 +1,5 @@
 """Rank0Controller and on_rank0: all ranks run the calls of rank 0, and get its results or its errors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

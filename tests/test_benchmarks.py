@@ -1,7 +1,5 @@
 """The step benchmarks count FLOPs correctly, compare equal work, and run on any machine."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import sys

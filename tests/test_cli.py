@@ -1,7 +1,5 @@
 """The command line prints what the library computes; user errors give one line and exit code 2."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """Each rank uses its own GPU where there is one, however the launcher exposes it; sharing a GPU gives a warning."""
 
-from __future__ import annotations
-
 import logging
 from concurrent.futures import ThreadPoolExecutor
 

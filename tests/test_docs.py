@@ -3,8 +3,6 @@
 The blocks of a page run in their order. Each block of the README runs alone.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import re

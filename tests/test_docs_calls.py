@@ -3,8 +3,6 @@
 That is of calls in prose, such as `engine.save(directory)`, and in blocks that tests/test_docs.py does not run.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

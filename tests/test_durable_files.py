@@ -1,7 +1,5 @@
 """Files that must survive a loss of power are on the disk before a rename makes them current."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """`postlude env` prints what a bug report needs: versions, devices, and for each kernel whether it is used."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 examples/block.py is tested in engine/test_own_block.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """If a rank stops, each rank needs only a few store operations, for any number of ranks."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

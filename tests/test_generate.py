@@ -1,7 +1,5 @@
 """`postlude generate` and `postlude chat` print the generator's completions, in scripts and conversations."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Sequence

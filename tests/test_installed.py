@@ -3,8 +3,6 @@
 One fixture builds the sdist, and the wheel from the sdist as pip does. Dependencies are those of this environment.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -1,7 +1,5 @@
 """Ranks start, and stop with one error line that names the failed rank, under every launcher."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Layout is a value: it round-trips through text, and invalid layouts are refused with clear errors."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """In the migration pages, each Postlude name is an existing config key or metric."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

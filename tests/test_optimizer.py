@@ -1,7 +1,5 @@
 """Invalid optimizer settings are refused when they are created, not when they are used."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

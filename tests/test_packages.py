@@ -1,7 +1,5 @@
 """The structure of src/postlude: imports follow the package order, and the core needs only torch."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Files written tensor by tensor are byte-identical to the library's, with little memory."""
 
-from __future__ import annotations
-
 import errno
 import os
 import weakref

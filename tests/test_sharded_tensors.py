@@ -1,7 +1,5 @@
 """Tensors written in shards are read in any other shards, bit-exactly, and only from the files with them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

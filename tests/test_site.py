@@ -1,7 +1,5 @@
 """The documentation site has every page and name, and builds without a warning. Its commands run."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

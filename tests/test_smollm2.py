@@ -1,7 +1,5 @@
 """SmolLM2-135M-Instruct from its GGUF equals transformers: log-probs, greedy completions and export."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import io

@@ -1,7 +1,5 @@
 """A run on one machine listens where the table of docs/scale-out.md says, and nowhere else."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A host stuck behind a stuck GPU is reported; a host or GPU that makes progress is not."""
 
-from __future__ import annotations
-
 import threading
 
 from postlude.world.stall_watchdog import StallWatchdog

@@ -1,7 +1,5 @@
 """Startup time: help and user errors need no torch, and `info` imports only what it reads."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

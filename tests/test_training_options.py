@@ -1,7 +1,5 @@
 """The options that an engine, the recipes' configs and the planner share are one definition."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Files, templates and texts of others are bounded, stay in their directory, and do not write to the terminal."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

@@ -1,7 +1,5 @@
 """User code named path/to/file.py:name: what is found, and a clear error for each mistake."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

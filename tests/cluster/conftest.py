@@ -1,7 +1,5 @@
 """Fixture `local_ray`: a Ray instance for the tests of one file, in a temporary directory."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Ray actors as workers and servers: same results as local processes; work of a lost actor is redone by another."""
 
-from __future__ import annotations
-
 import time
 import urllib.request
 from contextlib import closing

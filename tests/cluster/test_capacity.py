@@ -1,7 +1,5 @@
 """Cluster resources of a run: fractional GPUs, and waiting for nodes to join. All tests but one use a fake cluster."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import tempfile

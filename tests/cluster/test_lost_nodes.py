@@ -1,7 +1,5 @@
 """Killed nodes: their work is redone on other nodes. The nodes are processes on this machine."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import threading

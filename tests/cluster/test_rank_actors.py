@@ -1,7 +1,5 @@
 """Runs on Ray equal runs without it; lost ranks restart from the last checkpoint; user errors end the run."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

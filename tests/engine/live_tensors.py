@@ -1,7 +1,5 @@
 """Tensors that are alive in this process, and their memory."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterable
 

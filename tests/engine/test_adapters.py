@@ -1,7 +1,5 @@
 """Several adapters in one engine: each is bit-identical to the adapter of an engine with it alone."""
 
-from __future__ import annotations
-
 import gc
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """scatter_batch: training equals a batch given to all ranks, and a rank gets only its own rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A sharded batch equals the global one; ranks with different batches raise; a rank reads only what it needs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """MLP blocks anywhere in a group: layouts equal one rank, grouping changes nothing, decoding equals a forward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints: a resumed run equals an uninterrupted one in any layout; errors are raised on every rank."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Denominators are checked before a pass: an unknown or zero count raises, and the engine stays usable."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

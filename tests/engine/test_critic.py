@@ -1,7 +1,5 @@
 """The value head is updated, clipped, saved and resumed like every parameter, and is not exported."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

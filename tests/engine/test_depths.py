@@ -1,7 +1,5 @@
 """Published multi-token prediction: layouts equal one rank; streamed, saved and resumed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """After a failed call an engine is usable or refuses calls; if a rank dies, the other ranks name it."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

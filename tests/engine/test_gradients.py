@@ -1,7 +1,5 @@
 """Gradient norm, clipping and counters: summed in float64 in chunks; counters are reduced together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Ten steps on real text: the default loss and a loss from logits through the output processor equal float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

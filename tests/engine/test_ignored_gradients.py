@@ -1,7 +1,5 @@
 """Values without a weight may be NaN or infinite: gradients equal those with any other number in their place."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

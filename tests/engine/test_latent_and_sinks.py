@@ -1,7 +1,5 @@
 """Latent attention, sinks, and experts with biases: layouts equal one rank and stream the loaded weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

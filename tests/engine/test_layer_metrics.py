@@ -1,7 +1,5 @@
 """Router metrics per layer: known choices give known numbers, and every layout reports one rank's."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from typing import Any

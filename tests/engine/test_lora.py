@@ -1,7 +1,5 @@
 """LoRA: every layout trains the same adapters as one rank, on a frozen model."""
 
-from __future__ import annotations
-
 import gc
 import json
 from pathlib import Path

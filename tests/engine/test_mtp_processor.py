@@ -1,7 +1,5 @@
 """A custom per-token loss of MTP depths: layouts and schedule plans equal one rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Loss normalisation: microbatches of a batch add up to its mean, however it is divided over ranks."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """offload and onload: device memory is freed, state is restored bit-exactly, and training continues unchanged."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 from collections.abc import Callable

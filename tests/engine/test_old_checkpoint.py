@@ -4,8 +4,6 @@
 `batch(1)`. LOSSES are those of the next three steps of the engine that wrote it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

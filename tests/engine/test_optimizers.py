@@ -1,7 +1,5 @@
 """8-bit, split and offloaded optimizer state: trains like fp32 AdamW and resumes bit-exactly in every layout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Overlapped and zero-bubble steps are bit-identical to plain ones: losses, metrics, gradients and weights."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 from itertools import groupby

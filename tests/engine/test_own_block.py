@@ -3,8 +3,6 @@
 It is the block of examples/block.py and docs/architecture.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parameters that stay in fp32 are stored, gathered and used in fp32, with fp32 gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

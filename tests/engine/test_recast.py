@@ -1,7 +1,5 @@
 """Training under another pattern: bit-identical curves from the same weights and the same checkpoint."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Routing replay: every layout equals one rank; batches that cannot be replayed are refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Auxiliary losses of routers that an engine is given, and a balance loss over the whole batch in every layout."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

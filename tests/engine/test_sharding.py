@@ -1,7 +1,5 @@
 """Sharding: experts are spread evenly, gradients accumulate in fp32, and results do not change."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 from unittest import mock

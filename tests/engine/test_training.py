@@ -1,7 +1,5 @@
 """Training in a layout equals a plain model with torch's optimizer; other calls do not change the state."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """An objective may use other parts of the model in each microbatch: no rank waits for another, and layouts agree."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The host does not wait for the device between a step's first kernel and the metrics at its end."""
 
-from __future__ import annotations
-
 import collections
 import warnings
 from collections.abc import Callable, Sequence

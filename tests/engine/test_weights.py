@@ -1,7 +1,5 @@
 """Weights streamed from any layout have transformers' names and order, bit-exactly; so do exports."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small models, batches and steps for the engine's tests. Weights are large, so that outputs depend on the tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Random adapters of small models."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Small models with odd sizes of families with latent attention or sinks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from transformers import DeepseekV3Config, Gemma3TextConfig, Glm4MoeConfig, GptOssConfig, PretrainedConfig

@@ -1,7 +1,5 @@
 """Small models with odd sizes of every family, in pairs: transformers' and ours."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path

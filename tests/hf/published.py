@@ -4,8 +4,6 @@ transformers makes the trunk and the layers. The rest is written here from vLLM'
 hidden states go in after the final norm, and the half of the embedding comes first.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

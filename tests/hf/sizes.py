@@ -1,7 +1,5 @@
 """Sizes shared by the small models of all families."""
 
-from __future__ import annotations
-
 SMALL = {
     "vocab_size": 61,
     "hidden_size": 48,

@@ -1,7 +1,5 @@
 """Loading of families with latent attention, sinks or scaled embeddings, besides parity with transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Digests of weights depend on every number and its position, and sums over parts add up to that of the whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every field of a family's config is read as transformers reads it, or refused: none is ignored."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The context length of a model, as transformers and vLLM understand its config."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

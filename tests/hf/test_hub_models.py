@@ -1,7 +1,5 @@
 """A Hub model is read from its cached directory; weights are downloaded when they are read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Loading and exporting: bit-exact round trips, every source, streaming, and clear errors for broken inputs."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.util

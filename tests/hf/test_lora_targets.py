@@ -1,7 +1,5 @@
 """Which layers LoRA targets select, and the adapter of each."""
 
-from __future__ import annotations
-
 import pytest
 
 from postlude.hf.builtin import tiny_hybrid

@@ -1,7 +1,5 @@
 """`postlude convert ADAPTER BASE DST`: the merged model equals peft's, rounded once; invalid adapters are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

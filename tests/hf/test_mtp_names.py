@@ -1,7 +1,5 @@
 """Published multi-token prediction: read, computed as its authors do, and written back bit-exact."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

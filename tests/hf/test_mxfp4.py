@@ -1,7 +1,5 @@
 """GPT-OSS's MXFP4 files are read as the bf16 weights that transformers dequantises."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

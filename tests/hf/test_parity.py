@@ -1,7 +1,5 @@
 """Every family equals transformers: logits, loss and all gradients, on packed sequences of unequal length."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

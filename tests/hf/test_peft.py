@@ -1,7 +1,5 @@
 """Adapters in PEFT's file format: round trips, refusals, and peft itself."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The text model of a Qwen3.5 vision-language model: read as published, equal on text, and exported as itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One model under several patterns: kept tensors are bit-exact, new ones are listed, and round trips restore files."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Python files of a model's directory run only where the user said so."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

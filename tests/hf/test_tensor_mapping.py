@@ -1,7 +1,5 @@
 """Our tensors as slices of Hugging Face's: fused, interleaved, transposed, one per expert; full or sharded."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

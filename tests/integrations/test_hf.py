@@ -1,7 +1,5 @@
 """`integrations.hf.logprobs` equals the model's own logits, in every family, padded or packed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

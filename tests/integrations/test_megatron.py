@@ -1,7 +1,5 @@
 """`LogprobsProcessor` in a copy of Megatron-Core's hook equals the full head on one rank."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Small models and batches for tests that need no specific family."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

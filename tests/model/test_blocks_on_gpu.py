@@ -1,7 +1,5 @@
 """Attention and MLP blocks on a GPU, in bf16 with their kernels, equal the same blocks in float64 on the CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A model on a GPU equals the same model on the CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ The kernels themselves are held to float64 in tests/ops; here it is how they are
 again, what is added to what, and what is put off.
 """
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any

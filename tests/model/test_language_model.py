@@ -1,7 +1,5 @@
 """LanguageModel: stages equal the full model, sequences are isolated, parameter names are global."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Mamba-2: layouts equal one rank, packed sequences equal each alone, decode steps equal a full forward."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """MoE equals two of transformers' routers; auxiliary losses equal their formulas."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

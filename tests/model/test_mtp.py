@@ -1,7 +1,5 @@
 """Multi-token prediction equals a naive implementation: each sequence alone, at positions with a later token."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

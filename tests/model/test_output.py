@@ -1,7 +1,5 @@
 """The output processor: defaults are processors, results are returned unchanged, gradients reach everything."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from typing import Any

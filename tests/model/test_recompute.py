@@ -1,7 +1,5 @@
 """Activation recompute uses less memory and gives the same results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

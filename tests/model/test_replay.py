@@ -1,7 +1,5 @@
 """Routing replay: equals a router that makes the given choice, and the router's own choice at -1."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A schedule plan equals forward and backward bit for bit, also interleaved with another microbatch's."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -259,7 +257,7 @@ class LoggedExchange:
     """An exchange with this rank alone, which logs when rows are sent and received."""
 
     @property
-    def reverse(self) -> LoggedExchange:
+    def reverse(self) -> "LoggedExchange":
         return self
 
     def __call__(self, rows: Tensor, *arguments: Any) -> Tensor:

@@ -1,7 +1,5 @@
 """NCCL ranks that share this machine's GPUs and are kept between tests. They run with CUDA's default settings."""
 
-from __future__ import annotations
-
 import functools
 import os
 import socket

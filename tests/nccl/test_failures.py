@@ -1,7 +1,5 @@
 """A rank that raises, is killed or hangs under NCCL is named in one error line, and nothing else is printed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -5,8 +5,6 @@ other rank sends, so this is where ranks could wait for each other for ever. Eac
 loaded nothing, with CUDA's default settings.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Every layout equals one rank over NCCL: losses, log-probs, entropy and every gradient."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

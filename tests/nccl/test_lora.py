@@ -1,7 +1,5 @@
 """LoRA adapters train over NCCL as on one rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights sent to another process over NCCL arrive bit-exact, on a GPU that both processes share."""
 
-from __future__ import annotations
-
 import base64
 import ctypes
 import hashlib

@@ -1,7 +1,5 @@
 """Checkpoints load in another layout over NCCL, and weights are exported bit-exact from every layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

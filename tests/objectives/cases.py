@@ -1,7 +1,5 @@
 """A batch with every column, and every setting of every objective; each setting changes the plain formula's result."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

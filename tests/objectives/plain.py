@@ -1,7 +1,5 @@
 """Objectives written plainly: each sequence alone, all its logits, a loop over its tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

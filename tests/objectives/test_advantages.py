@@ -1,7 +1,5 @@
 """Advantages equal their definitions, computed with Python's statistics module."""
 
-from __future__ import annotations
-
 import statistics
 
 import pytest

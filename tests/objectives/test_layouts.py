@@ -1,7 +1,5 @@
 """Every objective in every layout equals its plain formula on one rank: loss and every gradient."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every setting of every objective equals its plain formula, in loss and in every parameter's gradient."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Invalid settings, missing columns and split pairs are refused with clear errors."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Completions without tokens and sequences of one token count as the formulas say, in every layout."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

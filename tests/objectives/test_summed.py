@@ -1,7 +1,5 @@
 """Summed losses over given targets equal their float64 formulas: loss, log-probs and every gradient."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

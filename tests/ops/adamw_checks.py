@@ -1,8 +1,6 @@
 """Tests of the Triton kernel of a step. `test_kernels.py` runs this file: on a GPU, or through Triton's
 interpreter, which must be chosen before triton is first imported."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

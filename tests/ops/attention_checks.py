@@ -1,8 +1,6 @@
 """Triton's attention equals dense masked softmax in float64, with all gradients. Run by `test_kernels.py`, in
 a process of its own."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """Tests of the kernels of block-scaled FP8. `test_kernels.py` runs this file: on a GPU, or through Triton's
 interpreter, which must be chosen before triton is first imported."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

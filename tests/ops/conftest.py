@@ -1,7 +1,5 @@
 """Fills memory with NaN before kernels run, since they must not depend on its contents."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -3,8 +3,6 @@
 `CALLS` call each kernel as its operation does, with tensors in host memory. Nothing is launched.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import pkgutil

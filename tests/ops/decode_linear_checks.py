@@ -1,8 +1,6 @@
 """Checks of the kernel of linear layers with few rows. `test_kernels.py` runs this file, on a GPU or in Triton's
 interpreter, which must be chosen before triton is first imported."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The LM head written plainly in float64, as the reference of every fused form."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +51,7 @@ class Operands:
     @staticmethod
     def random(
         tokens: int, features: int, vocabulary: int, *, bias: bool = False, seed: int = 0, device: str = "cpu"
-    ) -> Operands:
+    ) -> "Operands":
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*size: int) -> Tensor:

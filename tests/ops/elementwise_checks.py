@@ -3,8 +3,6 @@
 Run in a process of their own, through the interpreter or on a GPU: see `kernel_checks`.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

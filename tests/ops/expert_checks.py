@@ -1,8 +1,6 @@
 """Triton's kernels between tokens and rows equal torch in float64. Run by `test_kernels.py`,
 in a process of its own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """Checks of the gated delta rule's kernels. `test_kernels.py` runs this file, on a GPU or in Triton's
 interpreter, which must be chosen before triton is first imported. Here products are fp32."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

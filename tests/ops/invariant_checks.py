@@ -1,7 +1,5 @@
 """Tests of the batch-invariant kernels. `test_kernels.py` runs it on a GPU or in the interpreter."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

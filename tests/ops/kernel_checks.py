@@ -1,7 +1,5 @@
 """Runs checks of Triton kernels in a subprocess, since the interpreter is chosen before triton is first imported."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

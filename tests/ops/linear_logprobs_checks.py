@@ -1,7 +1,5 @@
 """Checks of the head kernels that store logits in 16 bits. `test_kernels.py` runs this file."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """Tests of Triton's kernels of convolution and scan. `test_kernels.py` runs this file: on a GPU, or through
 Triton's interpreter, which must be chosen before triton is first imported. Here products are fp32."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

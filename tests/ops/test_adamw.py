@@ -1,7 +1,5 @@
 """AdamW with narrow state equals fp32 AdamW: exactly where that is promised, otherwise on average."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Linear groups with adapters equal the formula, in the forward and in every gradient."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

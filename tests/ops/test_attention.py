@@ -1,7 +1,5 @@
 """Packed attention equals dense masked softmax in float64: windows, softcaps, sinks, values of another width."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

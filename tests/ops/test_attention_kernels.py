@@ -1,7 +1,5 @@
 """Triton attention: checks in the interpreter without a GPU; on a GPU also at model sizes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

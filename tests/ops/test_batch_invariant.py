@@ -1,7 +1,5 @@
 """The batch-invariant kernels: checks in Triton's interpreter without a GPU, and on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """`backend="auto"` falls back where Triton kernels cannot run, with one warning; `backend="triton"` is refused."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 from collections.abc import Callable, Iterator

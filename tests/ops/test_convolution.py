@@ -1,7 +1,5 @@
 """The packed causal convolution equals a loop over tokens and taps in float64, and so do gradients and decode steps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -3,8 +3,6 @@
 Triton's compiler needs no GPU. What a kernel computes is tested elsewhere: in Triton's interpreter and on a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Linear layers with few rows: kernel checks on a GPU or in Triton's interpreter, and the torch form anywhere."""
 
-from __future__ import annotations
-
 import torch
 
 from postlude.ops.activation import gated_activation

@@ -1,7 +1,5 @@
 """Norms, gated activations and rotary: Triton kernels in the interpreter and on a GPU, and backend selection."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Sorting tokens by expert and back is exact, and a grouped product equals one product per expert."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

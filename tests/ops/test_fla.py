@@ -1,7 +1,5 @@
 """flash-linear-attention as a backend: when it is selected, its refusals, and that our arguments match its own."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from types import ModuleType, SimpleNamespace

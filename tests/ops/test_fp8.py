@@ -1,7 +1,5 @@
 """FP8 products: as accurate as e4m3 with per-row scales allows, independent of other rows, and equal on more ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

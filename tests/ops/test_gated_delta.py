@@ -1,7 +1,5 @@
 """The chunked gated delta rule equals its token-by-token recurrence in float64, gradients included."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

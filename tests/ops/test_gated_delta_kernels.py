@@ -1,8 +1,6 @@
 """The gated delta rule's Triton kernels: their checks through the interpreter where there is no GPU, and bf16, at the
 sizes that models have, where there is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

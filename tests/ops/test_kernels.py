@@ -1,7 +1,5 @@
 """Triton kernels: the checks of each file, in Triton's interpreter on any machine and compiled on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.ops import block_fp8_checks

@@ -1,7 +1,5 @@
 """Kernels are launched without Triton's dispatch on verified versions, on the tensors' device, in valid grids."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

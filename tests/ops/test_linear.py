@@ -1,7 +1,5 @@
 """Several products of the same rows equal separate products, with weight gradients deferred or not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The fused head equals the dense head in float64, within its promised memory and products."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

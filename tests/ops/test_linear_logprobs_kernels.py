@@ -1,7 +1,5 @@
 """The Triton backend of the head: checks in the interpreter without a GPU, and bf16 accuracy on a GPU."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

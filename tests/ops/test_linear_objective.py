@@ -1,7 +1,5 @@
 """The single-pass objective equals statistics, objective and backward run one after another."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The vocabulary-parallel head equals one rank, with one collective per call for any number of slabs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

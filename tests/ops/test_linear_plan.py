@@ -1,7 +1,5 @@
 """The slab planner covers every logit once, stays within its budget, and uses a frozen operand to save memory."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

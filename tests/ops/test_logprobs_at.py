@@ -1,7 +1,5 @@
 """Log-probs of given ids equal the dense head's, on one rank and with a sharded vocabulary."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Paged attention: checks in Triton's interpreter without a GPU, and bf16 on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The head with all of its logits, and hidden states that are cast to the dtype of the head's weight."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Triton's convolution and scan: their checks through the interpreter where there is no GPU, and half precision, at the
 sizes that models have, where there is."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """The chunked state-space scan equals the recurrence, token by token in float64, and so do its gradients and states."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -3,8 +3,6 @@
 The interpreter must be chosen before triton is first imported, so these checks have a process of their own.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

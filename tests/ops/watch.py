@@ -1,7 +1,5 @@
 """Records what torch does: the largest tensor, the matrix products, and operations that synchronise with a GPU."""
 
-from __future__ import annotations
-
 import traceback
 from pathlib import Path
 from typing import Any
@@ -57,7 +55,7 @@ class Waits(TorchFunctionMode):
         self.sites: list[str] = []  # "file.py:function"
         self.operators = _Operators(self.sites)
 
-    def __enter__(self) -> Waits:
+    def __enter__(self) -> "Waits":
         self.operators.__enter__()
         super().__enter__()
         return self

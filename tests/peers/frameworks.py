@@ -1,8 +1,6 @@
 """Runs other frameworks' own code, on a GPU as it is. On the CPU it gets CPU tensors where it allocates on CUDA, and
 streams that do nothing; the rest is unchanged."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

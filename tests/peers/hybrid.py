@@ -1,7 +1,5 @@
 """A HybridModel made of Megatron's modules, without Transformer Engine."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Log-probs from Megatron's GPTModel as verl, SkyRL and NeMo RL compute them, and with Postlude's processors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Megatron-Core's models give the same numbers with Postlude's head in place of their output layer."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

@@ -1,7 +1,5 @@
 """MTP depths of Megatron-Core's models, scored by processors, equal the formula, Megatron's loss and verl's patches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace

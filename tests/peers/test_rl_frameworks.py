@@ -1,7 +1,5 @@
 """The processors of examples/peers equal verl, SkyRL and NeMo RL in Megatron's GPTModel."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from typing import Any

@@ -1,7 +1,5 @@
 """`integrations.hf.logprobs` equals the model's own numbers under torch.compile and accelerate's FSDP."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

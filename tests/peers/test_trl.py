@@ -1,7 +1,5 @@
 """KTO and ORPO equal the losses of TRL's trainers on the same tokens, in value and gradients."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from importlib.util import find_spec
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Transfers of each action of a rank, and schedules timed by the planner with given stage times."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType

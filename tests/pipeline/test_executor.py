@@ -1,7 +1,5 @@
 """A pipeline equals one rank: losses, per-token results and gradients, in every schedule and length."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from typing import Any

@@ -1,7 +1,5 @@
 """Schedules: every action once, no deadlock, and the time and memory of the documented formulas."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Hashable
 from functools import cache

@@ -1,7 +1,5 @@
 """Transfers do not deadlock even if every launch blocks until the other rank's; all ranks follow one order."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import product

@@ -1,7 +1,5 @@
 """The planner's arithmetic in cases that can be computed by hand, and its command."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from dataclasses import fields, replace

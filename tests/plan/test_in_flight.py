@@ -1,7 +1,5 @@
 """The planner's in-flight microbatch count equals that of a running pipeline."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Parameter counts from one layer of each kind equal those of the full model, and the ranks' sum is the model's."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial

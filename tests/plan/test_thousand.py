@@ -1,7 +1,5 @@
 """The thousand-GPU table in docs/scale-out.md equals the output of docs/thousand.py for its layouts."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import sys

@@ -1,7 +1,5 @@
 """Rollout engines on one rank, for tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from postlude.generate.protocol import BatchedPollEngine, RolloutEngine

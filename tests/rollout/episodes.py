@@ -1,7 +1,5 @@
 """Steps several episodes together."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from postlude.rollout.environments import Environment, TurnResult

@@ -1,7 +1,5 @@
 """Functions that tests run in worker processes. Imports nothing heavy, since every worker imports it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A fake judge: an OpenAI-compatible server in a thread whose replies come from a function."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """RewardPool: scores completions with a function in worker processes. Tests of pools, failures and scores use it."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """AsyncEnvironment: each episode has its own state and waits by itself; a failure ends one episode."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import sys

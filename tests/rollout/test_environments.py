@@ -1,7 +1,5 @@
 """Environments: tasks are the same in every process, and conversations keep the sampled tokens."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

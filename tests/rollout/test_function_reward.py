@@ -1,7 +1,5 @@
 """Reward functions get the arguments they name, per completion, batch or group; sums are weighted."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

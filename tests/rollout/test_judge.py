@@ -1,7 +1,5 @@
 """Judge rewards: the prompt, parsing of scores, and replies without a score."""
 
-from __future__ import annotations
-
 import re
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Rewards: an error in a function affects its own sample only; worker processes give the same scores."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

@@ -1,7 +1,5 @@
 """Tools: a call gets its result or an error message; a completion without a call ends the episode."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 from pathlib import Path

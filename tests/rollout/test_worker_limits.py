@@ -1,7 +1,5 @@
 """What a call uses, leaves behind or does to its parent costs its own call, and workers get no secrets."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import closing
 from pathlib import Path

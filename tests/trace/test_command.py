@@ -1,7 +1,5 @@
 """`postlude trace`: writes an SVG and a Chrome trace of every rank; user errors exit before any rank starts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

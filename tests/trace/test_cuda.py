@@ -1,7 +1,5 @@
 """Spans on a GPU have the duration of the device work, and recording does not synchronise."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

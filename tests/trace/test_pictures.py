@@ -1,7 +1,5 @@
 """Exported timelines show span durations, lanes and names, and the fraction of exchanges hidden behind compute."""
 
-from __future__ import annotations
-
 from xml.etree import ElementTree
 
 import pytest

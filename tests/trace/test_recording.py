@@ -1,7 +1,5 @@
 """A recorded step equals an unrecorded one bit for bit, and has one span per compute piece, exchange and wait."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """The batches of the layout comparison cover what objectives compute."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

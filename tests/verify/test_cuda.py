@@ -1,7 +1,5 @@
 """Layouts equal one rank with the CUDA kernels. Ranks may share a GPU over gloo."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The comparison can fail: a fault injected into each axis is detected, and without it the same case passes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partialmethod

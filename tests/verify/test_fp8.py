@@ -5,8 +5,6 @@ of e4m3 such a bit decides which one it becomes. In float64 that happens to one 
 than that of fp32.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every layout equals one rank: loss, per-token log-probs and entropy, and every parameter's gradient."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

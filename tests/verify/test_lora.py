@@ -1,7 +1,5 @@
 """LoRA: every layout has one rank's loss, log-probs and adapter gradients, and one rank has those of peft."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Optimizer steps, clipping, critic, top-k and a checkpoint of a layout equal one rank's; a fault is found."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest.mock import patch
