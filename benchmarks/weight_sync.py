@@ -29,7 +29,7 @@ from workloads import GIB, SHAPES, Clock, Results, free_memory, peak_gib, result
 
 from postlude import Engine, ranks
 from postlude.generate.distributed import SyncedGenerator
-from postlude.hf.reload import reload_weights
+from postlude.hf.load import reload_weights
 from postlude.safetensors_file import STAGING_BYTES
 
 TRANSFERS = ("stream", "native", "bytes", "disk", "read", "renew")

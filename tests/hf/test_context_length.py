@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from postlude.hf.builtin import BUILTIN
-from postlude.hf.context_length import context_length
-from postlude.hf.read_model import model_from_hf, read_model
+from postlude.hf.read_model import context_length, model_from_hf, read_model
 from postlude.model import ModelConfig, Pattern
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}

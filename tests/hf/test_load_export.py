@@ -18,10 +18,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GPT2Config, LlamaConfig
 
 from postlude import LanguageModel, Stage, export_hf, export_model, load_model, load_tokenizer, pack
-from postlude.hf.load import check_weights
-from postlude.hf.model_card import ModelCard
+from postlude.hf.export import ModelCard
+from postlude.hf.load import check_weights, reload_weights
 from postlude.hf.read_model import read_description, read_generation_config, read_model
-from postlude.hf.reload import reload_weights
 from tests.hf.families import CONFIGS, saved_model
 
 

@@ -11,8 +11,8 @@ from transformers import GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from postlude import export_hf, load_model
+from postlude.hf.gpt_oss import dequantise
 from postlude.hf.load import check_weights
-from postlude.hf.mxfp4 import dequantise
 from tests.hf.attention_families import SINKS
 from tests.hf.families import saved_model
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from postlude.hf.model_card import ModelCard
+from postlude.hf.export import ModelCard
 from postlude.recipes.config.load import load, to_yaml
 from postlude.recipes.config.policy_configs import GRPOConfig
 from postlude.recipes.config.schema import plain

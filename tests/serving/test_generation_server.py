@@ -382,7 +382,7 @@ def test_partially_read_weights_are_not_used(tmp_path: Path, monkeypatch) -> Non
     question = {"prompt": [1], "sampling": {"max_new_tokens": 3}}
     with serving(Generator(sharp()), key=KEY) as (_, url):
         with monkeypatch.context() as patched:
-            patched.setattr("postlude.hf.reload.fill", lambda *_: 1 / 0)
+            patched.setattr("postlude.hf.load.fill", lambda *_: 1 / 0)
             status, words = request_json(
                 f"{url}/weights", {"directory": str(tmp_path / "new"), "version": "b"}, **BEARER
             )

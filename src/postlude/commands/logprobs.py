@@ -13,8 +13,8 @@ from torch import Tensor
 
 from postlude.commands.loading import read_text
 from postlude.data import pack
-from postlude.hf.context_length import context_length
 from postlude.hf.load import load_model, load_tokenizer
+from postlude.hf.read_model import context_length
 from postlude.model import OutputInputs
 from postlude.world.devices import check_device, default_device
 

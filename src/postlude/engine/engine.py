@@ -32,9 +32,8 @@ from postlude.engine.stages import StageBuilder
 from postlude.engine.state_offload import StateOffload
 from postlude.engine.token_scores import TokenProcessor, TokenScores, logprob_processor, topk_processor
 from postlude.engine.training_state import TrainingState, TrainingStateProperties
-from postlude.hf.export import hf_export_config
+from postlude.hf.export import ModelCard, hf_export_config
 from postlude.hf.load import init_or_load_weights
-from postlude.hf.model_card import ModelCard
 from postlude.hf.model_source import Recast, Source
 from postlude.hf.read_model import read_generation_config, read_model, read_recast_plan, with_mtp
 from postlude.layout import Layout

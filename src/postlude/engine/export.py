@@ -20,12 +20,18 @@ from postlude.engine.streaming import (
     plan_buckets,
     plan_tensors,
 )
-from postlude.hf.export import TOKENIZER, ModelFiles, export_config, untied, write_model_directory
+from postlude.hf.export import (
+    TOKENIZER,
+    ModelCard,
+    ModelFiles,
+    as_classifier,
+    export_config,
+    untied,
+    write_model_directory,
+)
 from postlude.hf.family import VALUE_HEAD, Families, map_to_hf
-from postlude.hf.model_card import ModelCard
 from postlude.hf.postlude_format import PostludeConfig
 from postlude.hf.read_model import read_model_with_mtp
-from postlude.hf.sequence_classification import as_classifier
 from postlude.model import ModelConfig
 from postlude.model.blocks import BlockTable
 from postlude.model.recast import RecastPlan, plan_recast

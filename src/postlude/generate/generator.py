@@ -29,7 +29,7 @@ from postlude.generate.routing_record import check_routing_record
 from postlude.generate.sampling_params import SamplingParams, sampling_per_prompt
 from postlude.generate.scheduler import Scheduler
 from postlude.generate.text_stream import StopStrings, completion_text
-from postlude.hf.context_length import context_length as model_context_length
+from postlude.hf.read_model import context_length as model_context_length
 from postlude.hf.read_model import end_tokens
 from postlude.lora import AdapterConfig
 from postlude.model import LanguageModel, ModelConfig

@@ -1,11 +1,26 @@
-"""DeepSeek-V3, and what shares its code (R1, Moonlight): latent attention, and experts chosen by groups."""
+"""DeepSeek-V3, and what shares its code (R1, Moonlight): latent attention, and experts chosen by groups.
+
+GLM-4.5 and models that share its code have the same experts, and rotary on half of a head.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from postlude.checks import Bounds
-from postlude.hf.decoder import MLP_NAMES, MOE_NAMES, PROJECTIONS, activation, model_config, rotary, yarn_magnitude
+from postlude.hf.decoder import (
+    ATTENTION_NAMES,
+    MLP_NAMES,
+    MOE_NAMES,
+    PROJECTIONS,
+    QK_NORM_NAMES,
+    activation,
+    decoder_config,
+    model_config,
+    rotary,
+    rotary_dim,
+    yarn_magnitude,
+)
 from postlude.hf.family import Family, HFConfig
 from postlude.hf.mtp_names import FIRST, LAST, MTPNames
 from postlude.model import ModelConfig
@@ -96,4 +111,26 @@ MTP_NAMES = MTPNames(
 )
 DEEPSEEK_V3 = Family(
     "deepseek_v3", to_model, LATENT_NAMES | MLP_NAMES | BIASED_MOE_NAMES, mtp=MTP_NAMES, peft_stacks_experts=True
+)
+
+
+def _glm4_moe(hf: HFConfig) -> ModelConfig:
+    """Returns the model's config. Queries, keys and values have biases."""
+    second, blocks = dense_then_experts(hf)
+    return decoder_config(
+        hf,
+        qkv_bias=hf.attention_bias,
+        qk_norm="head" if hf.use_qk_norm else None,
+        rotary_dim=rotary_dim(hf),
+        layers=second,
+        blocks=blocks,
+    )
+
+
+GLM4_MOE = Family(
+    "glm4_moe",
+    _glm4_moe,
+    ATTENTION_NAMES | QK_NORM_NAMES | MLP_NAMES | BIASED_MOE_NAMES,
+    mtp=MTP_NAMES,
+    peft_stacks_experts=True,
 )

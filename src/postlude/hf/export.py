@@ -1,4 +1,7 @@
-"""Writes a LanguageModel as a directory that transformers loads, or as Postlude's own format if it cannot be one."""
+"""Writes a LanguageModel as a directory that transformers loads, or as Postlude's own format if it cannot be one.
+
+`ModelCard` is its README.md: what the model is, what it was made from, how, and its scores.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,21 +18,62 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 
 from postlude.durable_files import sync, sync_tree
 from postlude.hf.families import FAMILIES
 from postlude.hf.family import Families, Family, copy_to_hf, map_to_hf
-from postlude.hf.model_card import MARK, ModelCard
 from postlude.hf.postlude_format import POSTLUDE_CONFIG, PostludeConfig
 from postlude.hf.read_model import CONFIG, GENERATION, SPECIAL_TOKENS, end_tokens, read_generation_config
-from postlude.hf.sequence_classification import as_classifier
 from postlude.hf.tensor_sources import INDEX, SINGLE, hf_config
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import BLOCKS, BlockTable
 from postlude.model.parallel import region
 from postlude.safetensors_file import TensorInfo, write
 from postlude.sharded_tensors import STATE
+
+MARK = "<!-- written by postlude: a new export replaces this file; take this line out to keep yours -->"
+HUB = re.compile(r"[\w.-]+/[\w.-]+")  # a name on the hub, such as org/model
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """The caller's description of a model. Facts from its config are added when the card is written."""
+
+    base: str = ""
+    """The model it was made from: a name on the hub, or a path."""
+    method: str = ""
+    """The way it was made, in a sentence or a command."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Training settings by name."""
+    scores: Mapping[str, Any] = field(default_factory=dict)
+    """Scores by name."""
+
+    def text(self, title: str, facts: Mapping[str, Any], *, library: str = "transformers") -> str:
+        """Returns the card as Markdown. `facts` come from the model's config, `library` loads the model."""
+        front = [f"library_name: {library}", "pipeline_tag: text-generation", "tags:", "- postlude"]
+        if HUB.fullmatch(self.base):
+            front.append(f"base_model: {self.base}")
+        parts = ["---", *front, "---", MARK, "", f"# {title}", ""]
+        if self.base:
+            parts += [f"Made from `{self.base}`.", ""]
+        if self.method:
+            parts += [self.method, ""]
+        for heading, table in (("What it is", facts), ("Training", self.settings), ("Scores", self.scores)):
+            if table:
+                parts += [f"## {heading}", "", "| | |", "|---|---|"]
+                parts += [f"| {_cell(name)} | {_cell(value)} |" for name, value in table.items()]
+                parts.append("")
+        return "\n".join(parts)
+
+
+def _cell(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    return text.replace("|", "\\|").replace("\n", " ")
+
 
 MAX_SHARD_BYTES = 5 * 1024**3
 CONFIGS, CARD = (CONFIG, POSTLUDE_CONFIG), "README.md"
@@ -329,3 +373,19 @@ def _keep_other_files(old: Path, target: Path) -> None:
             path.rename(target / path.name)
     sync(target)
     shutil.rmtree(old)
+
+
+def as_classifier(hf: PretrainedConfig) -> PretrainedConfig:
+    """Returns the config of the same model with one label. Raises ValueError if transformers has no such model."""
+    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(hf.model_type)
+    if name is None:
+        raise ValueError(
+            f"transformers has no model of type {hf.model_type!r} that classifies sequences, so a reward model of it "
+            "cannot be exported. Set export to false, and load its checkpoint with Engine(..., critic=True)."
+        )
+    hf.architectures, hf.num_labels = [name], 1
+    end = hf.eos_token_id
+    if hf.pad_token_id is not None and hf.pad_token_id in (end if isinstance(end, list) else [end]):
+        # transformers scores the last token that is not padding, which would be the one before the end.
+        hf.pad_token_id = None
+    return hf

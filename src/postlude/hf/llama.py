@@ -1,4 +1,4 @@
-"""Llama (with SmolLM2) and the families that differ by a few settings: Mistral, Qwen2 (with Qwen2.5), Qwen3."""
+"""Llama (with SmolLM2) and the families that differ by a few settings: Mistral, Qwen2 (with Qwen2.5), Qwen3, OLMo 3."""
 
 from __future__ import annotations
 
@@ -30,3 +30,15 @@ LLAMA = Family("llama", _llama, ATTENTION_NAMES | MLP_NAMES)
 MISTRAL = Family("mistral", _mistral, ATTENTION_NAMES | MLP_NAMES)
 QWEN2 = Family("qwen2", _qwen2, ATTENTION_NAMES | MLP_NAMES)
 QWEN3 = Family("qwen3", _qwen3, ATTENTION_NAMES | QK_NORM_NAMES | MLP_NAMES)
+
+
+def _olmo3(hf: HFConfig) -> ModelConfig:
+    """Returns the model's config. Rotary scaling applies to full-attention layers only; other layers have their own."""
+    return decoder_config(hf, qkv_bias=hf.attention_bias, output_bias=hf.attention_bias, qk_norm="full", norm="post")
+
+
+POST_NORM_NAMES = {
+    "attention.post_norm": "post_attention_layernorm",
+    "mlp.post_norm": "post_feedforward_layernorm",
+}
+OLMO3 = Family("olmo3", _olmo3, ATTENTION_NAMES | QK_NORM_NAMES | MLP_NAMES | POST_NORM_NAMES)

@@ -1,4 +1,7 @@
-"""Loads a model with its weights, and a tokenizer, from a directory, a GGUF file, a config or a built-in name."""
+"""Loads a model with its weights, and a tokenizer, from a directory, a GGUF file, a config or a built-in name.
+
+`reload_weights` reads other weights into an existing model, all of them or none.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr
+from pathlib import Path
 from typing import TextIO
 
 import torch
@@ -18,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from postlude.data.chat_template import read_chat_template
 from postlude.hf.builtin import BUILTIN
+from postlude.hf.checksum import ChecksummedSource
 from postlude.hf.families import FAMILIES
 from postlude.hf.family import (
     SCORE,
@@ -42,7 +47,7 @@ from postlude.hf.read_model import (
     weights_path,
     with_mtp,
 )
-from postlude.hf.tensor_sources import MemorySource, ModuleSource, hf_config
+from postlude.hf.tensor_sources import MemorySource, ModuleSource, SafetensorsSource, hf_config
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.layout import Stage
 from postlude.model import LanguageModel, ModelConfig
@@ -391,3 +396,30 @@ def weights_dtype(config: ModelConfig) -> torch.dtype:
 
 def _first_names(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+class PartialReloadError(RuntimeError):
+    """Reading failed in the middle: the model has some of the new weights and some of the old."""
+
+
+def reload_weights(model: LanguageModel, directory: str | os.PathLike[str]) -> str:
+    """Copies the weights of a directory that `export_hf` wrote into a model of the same config, in place.
+
+    The files' headers are checked first: a missing tensor, or one of another shape, raises and leaves the model as it
+    was. Returns the checksum of the weights.
+    """
+    try:
+        path = Path(directory).expanduser()
+    except RuntimeError as error:  # ~ of an unknown user
+        raise FileNotFoundError(f"{directory} names the home of a user who is not known here.") from error
+    family = FAMILIES[model.config.family] if model.config.family is not None else None
+    summed = ChecksummedSource(SafetensorsSource(path))
+    tensors: TensorSource = summed if family is None or family.adapt_source is None else family.adapt_source(summed)
+    check_tensors(tensors, family, model.config, model.block_types)
+    try:
+        fill(model, tensors, family)
+    except Exception as error:
+        raise PartialReloadError(
+            f"{path} could not be read to its end, so the model is a mixture now: {error}"
+        ) from error
+    return summed.checksum()

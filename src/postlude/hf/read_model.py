@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, PretrainedConfig
 
@@ -18,7 +18,7 @@ from postlude.data.hub import HubRepo, hub_repo
 from postlude.data.turn_ends import turn_ends
 from postlude.hf.builtin import BUILTIN, PACKAGED, packaged
 from postlude.hf.families import FAMILIES
-from postlude.hf.family import Families, Family, TensorSource
+from postlude.hf.family import SCORE, Families, Family, TensorSource
 from postlude.hf.model_source import PlainSource, Recast, Source
 from postlude.hf.postlude_format import POSTLUDE_CONFIG, read_postlude_config
 from postlude.hf.tensor_sources import CheckpointSource, SafetensorsSource, hf_config
@@ -26,6 +26,9 @@ from postlude.model import ModelConfig
 from postlude.model.blocks import BLOCKS, BlockTable
 from postlude.model.recast import RecastPlan, plan_recast, recast
 from postlude.sharded_tensors import STATE
+
+if TYPE_CHECKING:
+    from postlude.model import ModelConfig
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -271,3 +274,45 @@ def first_line(error: BaseException) -> str:
     """Returns the first line of an exception's message, which may be a page; with the second if it ends in a colon."""
     first, *more = str(error).strip().split("\n", 2)
     return f"{first} {more[0].strip()}" if first.endswith(":") and more else first
+
+
+def has_value_head(source: Source) -> bool:
+    """Whether a model directory or a checkpoint has a value head."""
+    base = source.source if isinstance(source, Recast) else source
+    path = weights_path(base)
+    return path is not None and path.is_dir() and SCORE in tensors_in(path, *read_model(base)).names()
+
+
+def check_value_head(source: str) -> None:
+    """Raises ValueError if a model directory has no `score.weight`, and so is not a reward model."""
+    if not has_value_head(source):
+        raise ValueError(
+            f"{source} has no tensor {SCORE}, so it is not a reward model. Give the model/ directory of a run of "
+            "postlude rm, or one that transformers' AutoModelForSequenceClassification reads with num_labels=1."
+        )
+
+
+SCALED = ("linear", "dynamic", "yarn")
+"""RoPE scalings whose factor is not yet in `max_position_embeddings`."""
+
+
+def context_length(config: ModelConfig) -> int | None:
+    """Returns the maximum number of tokens that a model reads, prompt and completion together; None without a limit.
+
+    It is `max_position_embeddings`, extended by the RoPE scaling as vLLM understands it: with YaRN, the factor
+    multiplies the original length. A model without attention has no limit.
+    """
+    settings: Mapping[str, Any] = config.hf_config.get("text_config") or config.hf_config
+    positions, rope = settings.get("max_position_embeddings"), settings.get("rope_parameters") or {}
+    attends = any(config.blocks[symbol].attention_flops(1.0) for symbol in config.symbols)
+    if not isinstance(positions, int) or not attends:
+        return None
+    if str(settings.get("model_type")).startswith("gemma3"):
+        return positions  # which is stated as extended, whatever the scaling
+    by_layer_type = all(isinstance(value, Mapping) for value in rope.values())
+    for parameters in rope.values() if by_layer_type else [rope]:
+        kind, factor = parameters.get("rope_type"), parameters.get("factor")
+        if kind in SCALED and factor:
+            original = parameters.get("original_max_position_embeddings") if kind == "yarn" else None
+            return int((original or positions) * factor)
+    return positions

@@ -1,4 +1,7 @@
-"""Tokens grouped by expert: sorting, sending them to the experts' ranks, and one product per expert."""
+"""Tokens grouped by expert: sorting, sending them to the experts' ranks, one product per expert, auxiliary losses.
+
+The gradient of an auxiliary loss joins where the loss arises, whatever the caller's objective is.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from postlude.ops.all_to_all import AllToAllPlan, Permutation, exchange_sizes
-from postlude.ops.batch_invariant import is_batch_invariant
-from postlude.ops.invariant_linear import invariant_grouped_product
+from postlude.ops.batch_invariant import invariant_grouped_product, is_batch_invariant
 from postlude.ops.kernels.capabilities import Backend, use_kernel
 from postlude.ops.linear import (
     DeferredWgrads,
@@ -312,7 +314,7 @@ def add_grouped_products(
     on_gpu = total.is_cuda or backend == "triton"
     unsupported_reason = None if fits else "sums and rows are not dense, or the sums not in fp32"
     if on_gpu and use_kernel("grouped_wgrad", backend, total.device, rows.dtype, unsupported_reason=unsupported_reason):
-        from postlude.ops.kernels.grouped_wgrad import add_products  # needs triton
+        from postlude.ops.kernels.experts import add_products  # needs triton
 
         add_products(total, gradient, rows, ends, is_empty=is_empty)
     else:
@@ -343,3 +345,42 @@ class _Bias(Function):
         (expert,) = ctx.saved_tensors
         belongs = torch.arange(ctx.experts, device=expert.device)[:, None] == expert  # [E, R]
         return gradients[0], belongs.to(gradients[0].dtype) @ gradients[0], None
+
+
+def add_aux_loss(values: Tensor, loss: Tensor) -> Tensor:
+    """Returns `values` unchanged. Their backward also minimises `loss`, a scalar."""
+    result: Tensor = _AuxLoss.apply(values, loss)
+    return result
+
+
+def weighted_sum(values: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
+    """Returns Σ values · weights[rows], a scalar: `values` [T, E], `weights` [n, E] without gradient, `rows` [T].
+
+    The backward keeps `weights` and `rows`, nothing of size [T, E].
+    """
+    result: Tensor = _WeightedSum.apply(values, weights, rows)
+    return result
+
+
+class _WeightedSum(Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(weights, rows)
+        return (values * weights[rows]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        weights, rows = ctx.saved_tensors
+        return (gradients[0] * weights)[rows], None, None
+
+
+class _AuxLoss(Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
+        ctx.like = loss.dtype, loss.device
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        dtype, device = ctx.like
+        return gradients[0], torch.ones((), dtype=dtype, device=device)

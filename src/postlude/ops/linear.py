@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from postlude.ops.batch_invariant import is_batch_invariant
+from postlude.ops.batch_invariant import invariant_product, is_batch_invariant
 from postlude.ops.fp8 import FP8Scaling, fp8_input_gradient, fp8_products, share_amax
-from postlude.ops.invariant_linear import invariant_product
 from postlude.ops.kernels.capabilities import Backend, use_kernel
 
 DeferredWgrads = list[tuple[Tensor, Callable[[], Tensor | None]]]

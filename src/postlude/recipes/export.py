@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from postlude.engine import Engine
 from postlude.engine.adapters import export_adapter
-from postlude.hf.model_card import ModelCard
+from postlude.hf.export import ModelCard
 from postlude.recipes.config.settings import TrainingConfig
 from postlude.recipes.hub_push import push_model
 from postlude.recipes.report.finish import model_card

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from postlude.data import Batch
 from postlude.engine.export import export
-from postlude.hf.model_card import ModelCard
-from postlude.hf.sequence_classification import as_classifier
+from postlude.hf.export import ModelCard, as_classifier
 from postlude.hf.tensor_sources import hf_config
 from postlude.recipes.checks.dataset import dataset_checks
 from postlude.recipes.checks.preflight import Check, PreflightInputs, training_checks

@@ -50,8 +50,7 @@ def sequence_limit(config: Any, model: ModelConfig) -> SequenceLimit:
     """
     if config.context_length is not None:
         return SequenceLimit(config.budget, config.context_length)
-    from postlude.hf.context_length import context_length
-    from postlude.hf.read_model import read_model
+    from postlude.hf.read_model import context_length, read_model
 
     others = dict.fromkeys(name for name in getattr(config, "other_models", ()) if name != config.model)
     lengths = {str(config.model): context_length(model)}

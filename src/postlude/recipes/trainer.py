@@ -24,7 +24,7 @@ from postlude.engine import Engine
 from postlude.engine.checkpoint import checkpoint_problem
 from postlude.engine.options import EngineOptions
 from postlude.generate.probe import WeightsDiffer
-from postlude.hf.model_card import ModelCard
+from postlude.hf.export import ModelCard
 from postlude.objectives import Objective
 from postlude.objectives.loss import Reduction
 from postlude.optimizer import OptimizerConfig

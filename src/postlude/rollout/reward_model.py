@@ -11,10 +11,8 @@ import torch
 
 from postlude.data import pack
 from postlude.data.chat import EncodedSequence, Encoder
-from postlude.hf.context_length import context_length
 from postlude.hf.load import load_model, load_tokenizer
-from postlude.hf.read_model import read_model
-from postlude.hf.sequence_classification import check_value_head
+from postlude.hf.read_model import check_value_head, context_length, read_model
 from postlude.model import LanguageModel
 from postlude.objectives.reward_model import sequence_scores
 from postlude.rollout.episode import AssistantTurn, Episode

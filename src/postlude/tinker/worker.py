@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 
 from postlude.engine.result import PassResult
-from postlude.hf.context_length import context_length
 from postlude.hf.load import load_tokenizer
 from postlude.hf.peft import CONFIG as PEFT_CONFIG
 from postlude.hf.peft import read_adapter
-from postlude.hf.read_model import read_model
+from postlude.hf.read_model import context_length, read_model
 from postlude.hf.read_peft import from_peft
 from postlude.objectives.summed import SUMMED_LOSSES
 from postlude.tinker.backend import BaseModelInfo, PassRequest

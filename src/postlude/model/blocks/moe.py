@@ -21,14 +21,15 @@ from postlude.model.expert_linear import ExpertLinear, apply_expert_linears
 from postlude.model.parallel import FP32Linear, FSDPUnit, Linear
 from postlude.model.recompute import Recompute, recomputed
 from postlude.model.steps import LayerStep, compute, exchange
-from postlude.ops.aux_loss import add_aux_loss, weighted_sum
 from postlude.ops.experts import (
     ExpertRoute,
+    add_aux_loss,
     expert_order,
     grouped_kernel_fits,
     merge_rows,
     replicate_rows,
     start_expert_route,
+    weighted_sum,
 )
 from postlude.router_losses import Balance
 from postlude.world.mesh import Axis, Mesh

@@ -28,7 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from postlude.ops.kernels.activation import activation_and_slope
 from postlude.ops.kernels.capabilities import GPU, HOPPER, KIB, gpu_of
-from postlude.ops.kernels.fp8_device import power_of_two, scale_exponent, to_fp8
+from postlude.ops.kernels.fp8 import power_of_two, scale_exponent, to_fp8
 from postlude.ops.kernels.launch import Launcher
 from postlude.ops.norm import Norm
 

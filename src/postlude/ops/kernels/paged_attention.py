@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from postlude.ops.attention import ScoreConfig
-from postlude.ops.kernels.fp8_device import power_of_two, scale_exponent, to_fp8
+from postlude.ops.kernels.fp8 import power_of_two, scale_exponent, to_fp8
 from postlude.ops.kernels.launch import Kernel
 from postlude.ops.shared_pages import SharedPages
 

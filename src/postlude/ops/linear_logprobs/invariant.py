@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from postlude.ops.batch_invariant import is_batch_invariant
-from postlude.ops.invariant_linear import invariant_product
+from postlude.ops.batch_invariant import invariant_product, is_batch_invariant
 from postlude.ops.linear import linear
 from postlude.ops.linear_logprobs.backends import select_epilogue
 from postlude.ops.linear_logprobs.gemm import aligned, operand_dtype

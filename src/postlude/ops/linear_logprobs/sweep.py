@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from postlude.ops.invariant_linear import invariant_product
+from postlude.ops.batch_invariant import invariant_product
 from postlude.ops.linear import add_to, has_main_grad, take_main_grads
 from postlude.ops.linear_logprobs import gemm
 from postlude.ops.linear_logprobs.plan import (

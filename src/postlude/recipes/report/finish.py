@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from postlude.error_output import escape_controls
-from postlude.hf.model_card import ModelCard
+from postlude.hf.export import ModelCard
 from postlude.recipes.report.live import RunConsole
 from postlude.recipes.report.page import write_report
 from postlude.recipes.report.summary import REPORT, RunSummary, held_out_table, read_summary, summary_lines

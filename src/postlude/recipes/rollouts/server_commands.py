@@ -12,9 +12,9 @@ import torch
 from postlude.data.hub import hub_repo
 from postlude.engine import Engine
 from postlude.engine.adapters import plan_adapter_tensors
-from postlude.hf.context_length import context_length
 from postlude.hf.export import ModelFiles, hf_export_config, untied
 from postlude.hf.peft import to_peft
+from postlude.hf.read_model import context_length
 from postlude.model import ModelConfig
 from postlude.recipes.config.rollout import LaunchedGenerators, LaunchedVLLM
 from postlude.recipes.sequence_limit import SequenceLimit

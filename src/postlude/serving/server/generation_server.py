@@ -26,9 +26,9 @@ from postlude.generate.protocol import Completion, Progress, Request
 from postlude.generate.scores import score_tokens
 from postlude.generate.session import Session
 from postlude.hf.families import FAMILIES
+from postlude.hf.load import PartialReloadError, reload_weights
 from postlude.hf.peft import read_adapter
 from postlude.hf.read_peft import from_peft
-from postlude.hf.reload import PartialReloadError, reload_weights
 from postlude.serving.clients.postlude import (
     ADAPTERS,
     GENERATE,
