@@ -30,7 +30,7 @@ from postlude.recipes.run.directory import read_metrics
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.step_timer import StepTimer
 from postlude.recipes.sequence_limit import SequenceLimit
-from postlude.recipes.trainer import run_training
+from postlude.recipes.training_run import run_training
 from postlude.rollout.async_environment import AsyncEnvironment
 from postlude.rollout.conversations import Trajectory, combine_seeds
 from postlude.rollout.environments import SingleTurn, Transcript

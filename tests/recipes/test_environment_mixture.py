@@ -22,7 +22,7 @@ from postlude.recipes.rollouts.sampler import RolloutSampler
 from postlude.recipes.row_sources import MixedRows, TaskOrder
 from postlude.recipes.run.step_timer import StepTimer
 from postlude.recipes.sequence_limit import SequenceLimit
-from postlude.recipes.trainer import run_training
+from postlude.recipes.training_run import run_training
 from postlude.rollout.environments import SingleTurn
 from postlude.rollout.function_reward import FunctionReward
 from postlude.rollout.tasks import JoinedTasks, Task

@@ -27,7 +27,7 @@ from postlude.recipes.rollouts.evaluation_sets import evaluation_metrics
 from postlude.recipes.rollouts.sampler import LOGGED_SAMPLES, RolloutBatch
 from postlude.recipes.run.directory import read_layers
 from postlude.recipes.run.outcome import RunFailed, RunOutcome, read_outcome
-from postlude.recipes.trainer import run_training
+from postlude.recipes.training_run import run_training
 from postlude.rollout.conversations import Trajectory
 from postlude.rollout.environments import Transcript
 from postlude.rollout.rewards import Score

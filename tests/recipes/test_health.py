@@ -7,8 +7,6 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -16,7 +14,6 @@ from postlude.cli import main
 from postlude.recipes.config.settings import RunLimits
 from postlude.recipes.run.health import CRITIC, Health, UnhealthyRun
 from postlude.recipes.run.outcome import read_outcome
-from postlude.recipes.trainer import Trainer
 from postlude.rollout.conversations import Trajectory
 from postlude.rollout.environments import Transcript
 from postlude.rollout.rewards import Score
@@ -33,7 +30,9 @@ def judge(prompt, completion, example):
 
 
 def health(*, verbose: bool = True) -> Health:
-    return Health(LIMITS, max_skipped_steps=1, verbose=verbose)
+    watched = Health(LIMITS, max_skipped_steps=1, verbose=verbose)
+    watched.set_initial_weights(2.0, "model")
+    return watched
 
 
 def results(*rewards: float | str, samples: int = 2) -> list[Trajectory]:
@@ -81,9 +80,9 @@ def test_occasional_reward_failures_do_not_end_a_run() -> None:
             "not finite in 2 optimizer steps in a row, up to step 7",
         ),
         (lambda watched: watched.check_update(1.0, True, 7), "max_skipped_steps is 1. Lower optimizer.lr"),
-        (lambda watched: watched.check_weights(math.nan, 1.0, 7), "the weights are not finite after step 7"),
+        (lambda watched: watched.check_weights(math.nan, 7), "the weights are not finite after step 7"),
         (
-            lambda watched: watched.check_weights(21.0, 2.0, 7),
+            lambda watched: watched.check_weights(21.0, 7),
             "10.5 times as large as at the start; limits.weight_growth is",
         ),
     ],
@@ -93,8 +92,7 @@ def test_exploding_metrics_end_a_run(check: Callable[[Health], None], sentence: 
     watched.check_update(1.0, True, 1)
     watched.check_update(1.0, False, 2)
     watched.check_update(math.inf, False, 6)
-    watched.check_weights(19.0, 2.0, 6)
-    watched.check_weights(19.0, 0.0, 6)  # a run whose initial norm is not known
+    watched.check_weights(19.0, 6)
     with pytest.raises(UnhealthyRun, match=sentence):
         check(watched)
 
@@ -109,18 +107,20 @@ def test_skipped_steps_of_a_critic_are_counted_beside_those_of_the_policy() -> N
         watched.check_update(math.nan, True, 2, CRITIC)
 
 
-@pytest.mark.parametrize("name", ["initial_weight_norm", "first_norm"], ids=["now", "earlier version"])
-def test_the_initial_weight_norm_of_a_checkpoint_is_read(name: str) -> None:
-    trainer: Any = SimpleNamespace(engine=SimpleNamespace(load=lambda path: {"step": 3, name: 2.5}), health=health())
-    Trainer.load_engine(trainer, Path("step-000003"))
-    assert (trainer.step, trainer.initial_weight_norm, trainer.health.skipped) == (3, 2.5, {})
+def test_a_checkpoint_restores_the_initial_weight_norm_and_skipped_steps() -> None:
+    watched, resumed = health(), health()
+    watched.check_update(math.nan, True, 1)
+    resumed.restore(watched.state())
+    with pytest.raises(UnhealthyRun, match="2 optimizer steps in a row"):
+        resumed.check_update(math.nan, True, 2)
+    with pytest.raises(UnhealthyRun, match=r"10\.5 times as large"):
+        resumed.check_weights(21.0, 2)
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
 def test_a_model_whose_weights_are_not_finite_is_refused(norm: float) -> None:
-    assert health().check_initial_weights(3.0, "model") == 3.0
     with pytest.raises(ValueError, match=rf"the weights of model are not finite: their norm is {norm:g}"):
-        health().check_initial_weights(norm, "model")
+        health().set_initial_weights(norm, "model")
 
 
 def test_zero_entropy_and_equal_rewards_give_warnings(

@@ -14,7 +14,8 @@ from postlude.recipes.run.directory import RunDirectory, checkpoint_step, read_m
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.signals import StopRequested
 from postlude.recipes.sft import SFTTrainer
-from postlude.recipes.trainer import StepMetrics, run_training
+from postlude.recipes.trainer import StepMetrics
+from postlude.recipes.training_run import run_training
 from postlude.serving.errors import ServerError
 from tests.conftest import Ranks
 from tests.recipes.test_supervised import config_of

@@ -24,7 +24,7 @@ from postlude.recipes.ppo import PPOTrainer, run
 from postlude.recipes.report.metrics import explain
 from postlude.recipes.rollout_columns import RolloutRows
 from postlude.recipes.run.outcome import read_outcome
-from postlude.recipes.trainer import run_training
+from postlude.recipes.training_run import run_training
 from postlude.world.mesh import Mesh
 from tests.conftest import Ranks
 

@@ -21,7 +21,7 @@ from postlude.recipes.report.metrics import explain
 from postlude.recipes.rollouts.evaluation_sets import EvaluatedTasks, EvaluationSet, evaluation_metrics
 from postlude.recipes.run.config_changes import MAY_CHANGE, is_covered
 from postlude.recipes.run.schedule import StepSchedule
-from postlude.recipes.trainer import run_training
+from postlude.recipes.training_run import run_training
 from postlude.rollout.async_environment import AsyncEnvironment
 from postlude.rollout.conversations import Trajectory
 from postlude.rollout.environments import Transcript, TurnResult

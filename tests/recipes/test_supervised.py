@@ -29,7 +29,7 @@ from postlude.recipes.run.directory import read_metrics
 from postlude.recipes.run.outcome import read_outcome
 from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.recipes.sft import SFTTrainer
-from postlude.recipes.trainer import run_training
+from postlude.recipes.training_run import run_training
 from postlude.rollout.tasks import Task
 from tests.conftest import Ranks
 

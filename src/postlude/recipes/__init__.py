@@ -1,4 +1,4 @@
-"""The recipes: training loops and their typed configs. Read `trainer.py` first, then `grpo.py`."""
+"""The recipes: training loops and their typed configs. Read `training_run.py` first, then `grpo.py`."""
 
 import sys
 from types import ModuleType

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.split import Split
 from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import StepMetrics
+from postlude.recipes.training_run import run_recipe
 from postlude.rollout.environments import Transcript, is_chat
 from postlude.rollout.tasks import Task
 
@@ -153,4 +155,4 @@ def checks(inputs: PreflightInputs) -> list[Check]:
     ]
 
 
-run = DistillTrainer.run_config
+run = partial(run_recipe, DistillTrainer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from postlude.recipes.config.settings import build_objective
 from postlude.recipes.pairs import PairRow, PairTrainer, margin_checks, pair_batch, trial_pairs, with_margins
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.trainer import StepMetrics
+from postlude.recipes.training_run import run_recipe
 
 
 class DPOTrainer(PairTrainer):
@@ -51,4 +53,4 @@ def checks(inputs: PreflightInputs) -> list[Check]:
     return [*training_checks(inputs, trial), *dataset_checks(inputs, inputs.config.data), *margin_checks(inputs)]
 
 
-run = DPOTrainer.run_config
+run = partial(run_recipe, DPOTrainer)

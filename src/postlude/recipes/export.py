@@ -5,18 +5,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from postlude.engine import Engine
 from postlude.engine.adapters import export_adapter
-from postlude.hf.export import ModelCard
-from postlude.recipes.config.settings import TrainingConfig
 from postlude.recipes.hub_push import push_model
 from postlude.recipes.report.finish import model_card
 from postlude.recipes.report.metrics import FALLING, SCORES
 from postlude.recipes.run.directory import RunDirectory, checkpoint_step, is_rank0, read_metrics
 from postlude.recipes.run.start_mode import EXPORTED_ADAPTER, EXPORTED_MODEL
+from postlude.recipes.trainer import Trainer
 from postlude.world.agreement import on_rank0
 
 LOG = logging.getLogger("postlude")
@@ -61,20 +58,6 @@ class BestCheckpoint:
             self.step = on_rank0(choose)
 
 
-class ExportingRun(Protocol):
-    """What an export needs of a `Trainer`."""
-
-    name: str
-    run: RunDirectory
-    config: TrainingConfig
-    engine: Engine
-    step: int
-    best: BestCheckpoint
-
-    def export(self, path: Path, card: ModelCard | None) -> None:
-        """Writes the model."""
-
-
 def _best(lines: Iterable[Mapping[str, Any]], after: int) -> Mapping[str, Any]:
     best: Mapping[str, Any] = {}
     for line in lines:
@@ -92,13 +75,13 @@ def _score_name(line: Mapping[str, Any]) -> str:
     return next((name for name in SCORES if math.isfinite(line.get(name, math.nan))), "")
 
 
-def export_run(trainer: ExportingRun) -> None:
+def export_run(trainer: Trainer, best: BestCheckpoint) -> None:
     """Exports the model, in Hugging Face's format if a family describes it, and adapters. Every rank calls it."""
     run, step, config = trainer.run, trainer.step, trainer.config
-    if trainer.best.step is not None and trainer.best.step != step:
-        step = trainer.best.step
+    if best.step is not None and best.step != step:
+        step = best.step
         trainer.engine.load(run.checkpoint(step))
-    elif config.export == "best" and trainer.best.step is None and is_rank0():
+    elif config.export == "best" and best.step is None and is_rank0():
         LOG.warning("export is best, but the run ended before a step was evaluated: the last step is exported.")
     card = model_card(run.path, trainer.name, str(config.model), step) if is_rank0() else None
     trainer.export(run.path / EXPORTED_MODEL, card)
@@ -107,8 +90,8 @@ def export_run(trainer: ExportingRun) -> None:
     run.record(exported_step=step)
 
 
-def push_run(trainer: ExportingRun) -> None:
+def push_run(trainer: Trainer, best: BestCheckpoint) -> None:
     """Uploads the exported model from rank 0, if the config says so."""
     repository = trainer.config.push_to_hub
     if repository is not None and is_rank0():
-        push_model(trainer.run.path / EXPORTED_MODEL, repository, trainer.best.step or trainer.step)
+        push_model(trainer.run.path / EXPORTED_MODEL, repository, best.step or trainer.step)

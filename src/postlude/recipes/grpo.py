@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from statistics import mean
@@ -52,6 +53,7 @@ from postlude.recipes.run.directory import checkpoint_step
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.split import Split
 from postlude.recipes.trainer import StepMetrics, Trainer
+from postlude.recipes.training_run import run_recipe
 from postlude.recipes.warm_start import warm_start_example
 from postlude.rollout.conversations import Trajectory
 from postlude.rollout.environments import Environment, is_chat
@@ -153,7 +155,7 @@ class GRPOTrainer(Trainer):
         """Returns the state of the task sampler, and the tasks whose groups are started."""
         return self.queue.state()
 
-    def restore(self, checkpoint: Path) -> None:
+    def restore(self, checkpoint: Path) -> Mapping[str, Any]:
         """Loads a checkpoint, with the optimizer of its phase, and the reference model if GRPO has started."""
         # A checkpoint of the last warm-start step still has the warm start's optimizer: see `_begin_step`.
         warm_start = checkpoint_step(checkpoint) <= self.warm_start_steps
@@ -163,7 +165,9 @@ class GRPOTrainer(Trainer):
             self.engine.load(self.run.path / reference_name(last_step, self.config.reference_every))
             self.reference = self.engine.reference(offload=self.config.rollout.share_gpu)
             self.engine.set_optimizer(self.optimizer)
-        self.queue.restore(self.load_engine(checkpoint))
+        extra = self.load_engine(checkpoint)
+        self.queue.restore(extra)
+        return extra
 
     def train_step(self) -> StepMetrics:
         """Runs one warm-start or GRPO step."""
@@ -401,7 +405,7 @@ def checks(inputs: PreflightInputs, extra_columns: Mapping[str, Any] | None = No
     ]
 
 
-run = GRPOTrainer.run_config
+run = partial(run_recipe, GRPOTrainer)
 
 
 def _check_replay(inputs: PreflightInputs) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from postlude.recipes.dataset import LabelledRows, read_column
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import StepMetrics
+from postlude.recipes.training_run import run_recipe
 
 LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 
@@ -127,4 +129,4 @@ def checks(inputs: PreflightInputs) -> list[Check]:
     ]
 
 
-run = KTOTrainer.run_config
+run = partial(run_recipe, KTOTrainer)

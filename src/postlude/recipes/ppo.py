@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from postlude.recipes.rollout_columns import MASK, REWARD, RolloutRows, penalty_
 from postlude.recipes.run.health import CRITIC  # also the directory of the critic's checkpoints
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.trainer import StepMetrics
+from postlude.recipes.training_run import run_recipe
 from postlude.world.agreement import on_rank0
 
 
@@ -97,21 +100,26 @@ class PPOTrainer(GRPOTrainer):
         metrics |= {"critic/grad_norm": update.grad_norm, "critic/lr": update.lr}
         return metrics | {SKIPPED: float(update.skipped), "tokens": result.tokens, SHARED: result.shared_tokens}
 
-    def save(self) -> None:
+    def save_models(self, checkpoint: Path, extra: Mapping[str, Any]) -> None:
         """Writes a checkpoint. A critic with a model of its own is saved completely before the policy."""
-        if self.critic is not None and self.saved_step != self.step:
-            name = f"{CRITIC}/{self.run.checkpoint(self.step).name}"
+        if self.critic is not None:
+            name = f"{CRITIC}/{checkpoint.name}"
             self.run.discard(name)  # left by an earlier start of the run
             self.critic.save(self.run.path / name)
-        super().save()
+        super().save_models(checkpoint, extra)
+
+    def prune_checkpoints(self, best: int | None) -> None:
+        """Deletes old checkpoints, and their critics."""
+        super().prune_checkpoints(best)
         if self.critic is not None:
             on_rank0(self._prune_critics)
 
-    def restore(self, checkpoint: Path) -> None:
+    def restore(self, checkpoint: Path) -> Mapping[str, Any]:
         """Loads a checkpoint, and the critic's of the same step."""
-        super().restore(checkpoint)
+        extra = super().restore(checkpoint)
         if self.critic is not None:
             self.critic.load(self.run.path / CRITIC / checkpoint.name)
+        return extra
 
     def _prune_critics(self) -> None:
         checkpoints = {checkpoint.name for checkpoint in self.run.checkpoints()}
@@ -149,4 +157,4 @@ def checks(inputs: PreflightInputs) -> list[Check]:
     ]
 
 
-run = PPOTrainer.run_config
+run = partial(run_recipe, PPOTrainer)

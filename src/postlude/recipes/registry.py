@@ -101,7 +101,7 @@ class UserRecipe(Recipe):
         self, config: Any, device: str, start_mode: StartMode = RESUME_NEWEST, runtime: Runtime | None = None
     ) -> RunOutcome:
         """Runs it. Every rank calls this."""
-        from postlude.recipes.trainer import run_training
+        from postlude.recipes.training_run import run_training
 
         return run_training(self.trainer(config, device, *([] if runtime is None else [runtime])), start_mode)
 

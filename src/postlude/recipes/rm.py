@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from postlude.data import Batch
@@ -16,6 +17,7 @@ from postlude.recipes.config.settings import build_objective
 from postlude.recipes.pairs import PairRow, PairTrainer, margin_checks, pair_batch, trial_pairs, with_margins
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.trainer import StepMetrics
+from postlude.recipes.training_run import run_recipe
 
 
 class RMTrainer(PairTrainer):
@@ -59,4 +61,4 @@ def checks(inputs: PreflightInputs) -> list[Check]:
     ]
 
 
-run = RMTrainer.run_config
+run = partial(run_recipe, RMTrainer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from postlude.data import Batch
 from postlude.data.chat import EncodedSequence, sft_batch
@@ -14,6 +15,7 @@ from postlude.recipes.config.settings import build_objective
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.supervised import SupervisedTrainer
 from postlude.recipes.trainer import StepMetrics
+from postlude.recipes.training_run import run_recipe
 
 
 class SFTTrainer(SupervisedTrainer[EncodedSequence]):
@@ -36,4 +38,4 @@ def checks(inputs: PreflightInputs) -> list[Check]:
     return [*training_checks(inputs, sft_batch(TRIAL_SEQUENCES)), *dataset_checks(inputs, inputs.config.data)]
 
 
-run = SFTTrainer.run_config
+run = partial(run_recipe, SFTTrainer)

@@ -153,6 +153,8 @@ class SupervisedTrainer(Trainer, Generic[Row]):
         """Returns the position in the rows."""
         return {"sampler": self.rows.state()}
 
-    def restore(self, checkpoint: Path) -> None:
+    def restore(self, checkpoint: Path) -> Mapping[str, Any]:
         """Loads a checkpoint."""
-        self.rows.restore(self.load_engine(checkpoint)["sampler"])
+        extra = self.load_engine(checkpoint)
+        self.rows.restore(extra["sampler"])
+        return extra

@@ -19,15 +19,24 @@ class UnhealthyRun(Exception):
 
 
 class Health:
-    """Checks the results of steps. Its counts start at zero when a run resumes, but `skipped` is restored."""
+    """Checks the results of steps. Its counts start at zero when a run resumes, except those of `state`."""
 
     def __init__(self, limits: RunLimits, max_skipped_steps: int, *, verbose: bool) -> None:
         self.limits, self.max_skipped_steps, self._verbose = limits, max_skipped_steps, verbose
         self.skipped: dict[str, int] = {}  # optimizer steps in a row, by model
+        self.initial_weight_norm = 0.0
         self._any_scored = False
         self._failing = 0  # steps in a row
         self._persisting: dict[str, int] = {}  # steps in a row, by warning
         self._warned_of_truncation = False
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a checkpoint holds of it."""
+        return {"initial_weight_norm": self.initial_weight_norm, "skipped": dict(self.skipped)}
+
+    def restore(self, extra: Mapping[str, Any]) -> None:
+        """Takes over what `state` returned."""
+        self.initial_weight_norm, self.skipped = extra["initial_weight_norm"], dict(extra["skipped"])
 
     def check_rewards(self, trajectories: Sequence[Trajectory], step: int) -> None:
         """Checks the rewards of a step."""
@@ -81,19 +90,19 @@ class Health:
                 "Raise steps to train on, or export the weights before that with `postlude convert CHECKPOINT DST`"
             )
 
-    def check_initial_weights(self, norm: float, model: str) -> float:
-        """Returns the norm of the weights that a run starts with. Raises ValueError if it is not finite."""
+    def set_initial_weights(self, norm: float, model: str) -> None:
+        """Takes the norm of the weights that a run starts with. Raises ValueError if it is not finite."""
         if not math.isfinite(norm):
             raise ValueError(
                 f"the weights of {model} are not finite: their norm is {norm:g}. Fetch or export the model again."
             )
-        return norm
+        self.initial_weight_norm = norm
 
-    def check_weights(self, norm: float, initial: float, step: int) -> None:
+    def check_weights(self, norm: float, step: int) -> None:
         """Checks the norm of the weights against that of the initial weights."""
         if not math.isfinite(norm):
             raise UnhealthyRun(f"the weights are not finite after step {step}. Lower optimizer.lr")
-        growth = norm / initial if initial else 1.0
+        growth = norm / self.initial_weight_norm if self.initial_weight_norm else 1.0
         if growth > self.limits.weight_growth:
             raise UnhealthyRun(
                 f"after step {step} the weights are {growth:.3g} times as large as at the start; "
