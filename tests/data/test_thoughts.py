@@ -73,7 +73,7 @@ def test_markers_follow_from_the_template_and_the_vocabulary(
 class Replies:
     """An engine that completes every prompt with the same tokens."""
 
-    batched_polls = False
+    fixed_order = False
 
     def __init__(self, completion: Completion) -> None:
         self.completion, self._ids, self._waiting = completion, count(), list[int]()

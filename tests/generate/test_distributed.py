@@ -9,9 +9,12 @@ import torch
 
 from postlude import Batch, Engine, Layout
 from postlude.engine import AdamW
-from postlude.generate.distributed import SyncedGenerator
+from postlude.generate import distributed
+from postlude.generate.distributed import ReplicatedGenerator, SyncedGenerator
+from postlude.generate.protocol import Request
 from postlude.generate.sampling_params import SamplingParams
 from postlude.hf.builtin import BUILTIN
+from postlude.hf.load import load_model
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.lora import LoRA
 from postlude.objectives import SFT
@@ -77,3 +80,77 @@ def test_every_layout_gives_the_same_completions(ranks: Any, layout: Layout) -> 
     for actual, worst in ranks(layout.world_size, results, layout):
         assert actual == alone
         assert worst < 1e-4
+
+
+class StepGenerator(ReplicatedGenerator):
+    """Samples one token of each completion in every poll."""
+
+    def __init__(self, *, fixed_order: bool) -> None:
+        super().__init__(load_model("tiny-dense"), byte_tokenizer())
+        self.fixed_order = fixed_order
+
+
+def late_request(group: Any) -> list[Any]:
+    """Returns how a short request that joins two long ones ends: the ids in order of their end, and its completion."""
+    outcomes: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "POLL_SECONDS", 0.0)
+        for fixed_order in (True, False):
+            engine = StepGenerator(fixed_order=fixed_order)
+
+            def sample(engine: StepGenerator = engine) -> list[Any]:
+                ids = [engine.submit(request(prompt, 12)) for prompt in PROMPTS[:2]]
+                finished = [*engine.poll(), *engine.poll()]
+                ids.append(engine.submit(request(PROMPTS[2], 3)))
+                while len(finished) < 6:
+                    finished += engine.poll()
+                assert engine.poll(None) == []
+                completions = {(entry.request_id, entry.index): entry.completion for entry in finished}
+                return [
+                    list(dict.fromkeys(ids.index(entry.request_id) for entry in finished)),
+                    [[vars(completions[request_id, index]) for index in range(2)] for request_id in ids],
+                ]
+
+            outcomes.append(engine.controller.on_rank0(sample))
+    together = [engine.generator.generate([list(request.prompt)], request.sampling, 2) for request in requests()]
+    return [outcomes, [[vars(completion) for completion in group] for (group,) in together]]
+
+
+def request(prompt: list[int], length: int) -> Request:
+    return Request(tuple(prompt), SamplingParams(max_new_tokens=length, seed=length, ignore_eos=True), n=2)
+
+
+def requests() -> list[Request]:
+    return [request(PROMPTS[0], 12), request(PROMPTS[1], 12), request(PROMPTS[2], 3)]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_late_request_joins_unless_the_order_is_fixed(ranks: Any, count: int) -> None:
+    """And its completion is that of a call of its own: to the bit where it ran alone, in a fixed order."""
+    for outcomes, alone in ranks(count, late_request):
+        (fixed_ends, fixed_completions), (ends, completions) = outcomes
+        assert (fixed_ends[-1], ends[0]) == (2, 2)
+        assert fixed_completions[2] == alone[2]
+        tokens = [[completion["tokens"] for completion in group] for group in alone]
+        for sampled in (fixed_completions, completions):
+            assert [[completion["tokens"] for completion in group] for group in sampled] == tokens
+
+
+def sampled_after_an_error(group: Any) -> bool:
+    engine = ReplicatedGenerator(load_model("tiny-dense"), byte_tokenizer())
+
+    def fail() -> None:
+        engine.submit(request(PROMPTS[0], 50))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(distributed, "POLL_SECONDS", 0.0)
+            engine.poll()
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        engine.controller.on_rank0(fail)
+    engine.sync_weights()
+    return bool(engine.controller.on_rank0(engine.poll))
+
+
+def test_requests_that_an_error_left_are_dropped(ranks: Any) -> None:
+    assert ranks(2, sampled_after_an_error) == [False, False]

@@ -16,7 +16,7 @@ import pytest
 
 from postlude.data.datasets import Sampler
 from postlude.data.turn_ends import turn_ends
-from postlude.generate.generator import Generator
+from postlude.generate.distributed import ReplicatedGenerator
 from postlude.generate.protocol import Completion, FinishedCompletion, Request, VersionSpan
 from postlude.generate.sampling_params import SamplingParams
 from postlude.hf.load import load_model
@@ -40,7 +40,6 @@ from postlude.world.agreement import Rank0Controller
 from tests.conftest import Ranks
 from tests.recipes.test_grpo import config_of
 from tests.recipes.test_rollout_engine import SHORT, TinyVLLM
-from tests.rollout.engines import SingleRankEngine
 from tests.serving.test_server_pool import after
 
 pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
@@ -50,7 +49,7 @@ PROMPTS, SAMPLES = 4, 2
 class DelayedEngine:
     """A rollout engine that finishes each completion after its own delay, while the caller does other work."""
 
-    batched_polls = False
+    fixed_order = False
 
     def __init__(self, seconds: Any = lambda: 0.0) -> None:
         self.controller: Rank0Controller[Any, Any] = Rank0Controller(lambda _: None)
@@ -296,9 +295,9 @@ def server() -> Iterator[TinyVLLM]:
 
 def queue_and_plain_loop(group: Any) -> list[Any]:
     """Returns the completions of three steps without staleness, and those of a loop that calls the generator."""
-    generator = Generator(load_model("tiny-dense"), byte_tokenizer())
+    engine = ReplicatedGenerator(load_model("tiny-dense"), byte_tokenizer())
     results: list[Any] = []
-    with closing(QueueUser(0, engine=SingleRankEngine(generator))) as run:
+    with closing(QueueUser(0, engine=engine)) as run:
         for step in range(3):
             trajectories = run.queue.take(PROMPTS, step)
             results.append(
@@ -318,7 +317,7 @@ def queue_and_plain_loop(group: Any) -> list[Any]:
             [
                 (task.name, trajectory.tokens, [0.0] * len(prompt) + trajectory.logprobs)
                 for task, prompt, sampled in zip(
-                    tasks, prompts, generator.generate(prompts, samplings, SAMPLES), strict=True
+                    tasks, prompts, engine.generator.generate(prompts, samplings, SAMPLES), strict=True
                 )
                 for trajectory in sampled
             ]

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from postlude.data import Batch
+from postlude.generate import distributed
+from postlude.generate.protocol import FinishedCompletion
 from postlude.objectives import Objective
+from postlude.recipes.grpo import GRPOTrainer
 from postlude.recipes.run.directory import RunDirectory, checkpoint_step, read_metrics
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.signals import StopRequested
@@ -18,6 +21,8 @@ from postlude.recipes.trainer import StepMetrics
 from postlude.recipes.training_run import run_training
 from postlude.serving.errors import ServerError
 from tests.conftest import Ranks
+from tests.recipes.test_grpo import config_of as grpo_config
+from tests.recipes.test_rollout_engine import SHORT
 from tests.recipes.test_supervised import config_of
 
 CONFIG = ("--save_every=0", "--export=false", "--loggers=[]")
@@ -30,6 +35,24 @@ ENDS = {
     "servers lost": ("failed", "step-000002 is complete"),
     "killed after a save": None,
 }
+
+
+class SamplingTrainer(GRPOTrainer):
+    """Gets a signal while it samples, for its second evaluation."""
+
+    signalled = False
+
+    def evaluate(self) -> dict[str, float]:
+        engine = self.rollout_sampler.rollout_engine
+        if self.signalled and self.step == 2:
+            poll = engine.poll
+
+            def poll_with_signal(timeout: float | None = 0.0) -> list[FinishedCompletion]:
+                self.signals.received = signal.SIGUSR1
+                return poll(timeout)
+
+            engine.poll = poll_with_signal  # type: ignore[method-assign]
+        return super().evaluate()
 
 
 class EndingTrainer(SFTTrainer):
@@ -97,3 +120,24 @@ def test_an_evaluation_after_a_save_is_not_repeated(
     before = read_metrics(tmp_path / "run")[:3]
     ranks(1, run, str(tmp_path), "", "--save_every=2", "--steps=4")
     assert read_metrics(tmp_path / "run")[:3] == before
+
+
+def run_sampling(group: Any, directory: str, signalled: bool) -> RunOutcome:
+    options = ("--evaluation.tasks=2", "--evaluation.every=2", "--layout=dp_shard=2", "--steps=3")
+    trainer = SamplingTrainer(grpo_config(Path(directory), *SHORT, *CONFIG, *options), "cpu")
+    trainer.signalled = signalled
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "POLL_SECONDS", 0.0)  # so an evaluation has several polls
+        return run_training(trainer)
+
+
+@pytest.mark.slow
+def test_a_signal_ends_an_evaluation_that_the_ranks_sample(ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym", reason="the tasks are reasoning-gym's")
+    for directory, signalled in (("whole", False), ("parts", True), ("parts", False)):
+        (tmp_path / directory).mkdir(exist_ok=True)
+        outcome, _ = ranks(2, run_sampling, str(tmp_path / directory), signalled)
+        if signalled:
+            assert (outcome.status, outcome.step) == ("interrupted", 2)
+            assert "SIGUSR1 ended the run after step 2, which is saved; resuming evaluates it" in outcome.message
+    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")

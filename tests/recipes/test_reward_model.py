@@ -26,6 +26,7 @@ from postlude.rollout.episode import AssistantTurn, Episode
 from postlude.rollout.reward_model import ModelReward
 from postlude.rollout.tasks import Task
 from tests.conftest import Ranks
+from tests.rollout.episodes import collect
 
 SEQUENCES = [list(b"2+2=4"), list(b"2+2=five"), list(b"1+1="), list(b"1+1=11!")]
 
@@ -102,13 +103,13 @@ def test_an_environment_scores_prompt_and_completion_as_transformers_does(reward
     texts = ["2", "three", "4", ""]
     for episode, text in zip(episodes, texts, strict=True):
         environment.submit(episode, AssistantTurn(text))
-    results = environment.collect(4, 5.0)
+    results = collect(environment, 4)
     end = load_tokenizer("tiny-dense").eos_token_id
     for episode, text in zip(episodes, texts, strict=True):
         tokens = [*str(episode.task.prompt).encode(), *text.encode(), end]
         with torch.no_grad():
             expected = float(hf_model(torch.tensor([tokens])).logits)
-        assert results[id(episode)][1].score.reward == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert results[id(episode)].score.reward == pytest.approx(expected, rel=1e-4, abs=1e-5)
     environment.close()
 
 
@@ -150,9 +151,9 @@ def test_completion_that_cannot_be_scored_fails_its_reward_call(reward_model: Pa
     long, short = environment.reset(task), environment.reset(task)
     environment.submit(long, AssistantTurn("much longer than that"))
     environment.submit(short, AssistantTurn("2"))
-    results = environment.collect(2, 5.0)
-    assert results[id(long)][1].score.excluded
-    assert not results[id(short)][1].score.excluded
+    results = collect(environment, 2)
+    assert results[id(long)].score.excluded
+    assert not results[id(short)].score.excluded
 
 
 def test_a_model_without_a_value_head_is_refused(tmp_path: Path) -> None:

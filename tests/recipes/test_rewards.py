@@ -29,7 +29,7 @@ from postlude.rollout.episode import AssistantTurn
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task
 from tests.conftest import Ranks
-from tests.rollout.episodes import step
+from tests.rollout.episodes import collect, step
 from tests.rollout.judge_server import judge_server
 
 FUNCTIONS = """
@@ -266,7 +266,7 @@ def test_answers_may_be_in_another_column(tmp_path: Path, reward: str) -> None:
             task = built.tasks[0]
             for episode, text in zip(episodes := built.reset_group(task, 2), ("4", "four"), strict=True):
                 built.submit(episode, AssistantTurn(text))
-            built.collect(2, None)
+            collect(built, 2)
             assert [episode.score and episode.score.reward for episode in episodes] == [1.0, 0.0]
             assert task.answer == "4", "what a warm start trains on"
     absent = load(GRPOConfig, file, ["--environment.answer=solutions"]).environment

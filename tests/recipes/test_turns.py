@@ -24,7 +24,6 @@ from postlude.recipes.rollouts.sampler import RolloutSampler, trajectory_metrics
 from postlude.recipes.run.directory import read_metrics
 from postlude.recipes.run.step_timer import StepTimer
 from postlude.recipes.sequence_limit import SequenceLimit
-from postlude.rollout import conversations
 from postlude.rollout.conversations import Trajectory
 from postlude.rollout.environments import MultiTurn, TurnResult
 from postlude.rollout.rewards import Score
@@ -41,8 +40,6 @@ SAMPLES = 2
 
 class RecordingEngine:
     """Records its requests and completions."""
-
-    batched_polls = True
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -208,6 +205,7 @@ class ReleasingEngine(RecordingEngine):
 
     def __init__(self, engine: Any, count: int, file: Path) -> None:
         super().__init__(engine)
+        self.fixed_order = False
         self.count, self.file = count, file
 
     def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
@@ -221,9 +219,7 @@ def slow_and_fast(group: Any, release: Path) -> tuple[list[int], list[float]]:
     """The slow tool replies when all others have had their turns."""
     engine = ReleasingEngine(SingleRankEngine(OneLetterEngine()), (1 + 3 * 4) * SAMPLES, release)
     tasks = [make_task(turns=2, length=1, until=str(release)), *(make_task(turns=4, length=1) for _ in range(3))]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(conversations, "COLLECT_SECONDS", 0.1)
-        trajectories = run_rollout(engine, tasks, workers=3)
+    trajectories = run_rollout(engine, tasks, workers=3)
     return [len(call) for call in engine.calls], [trajectory.reward for trajectory in trajectories]
 
 

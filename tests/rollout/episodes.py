@@ -12,5 +12,13 @@ def step(
     """Gives each episode its next completion and waits for all results."""
     for episode, turn in zip(episodes, turns, strict=True):
         environment.submit(episode, AssistantTurn(turn) if isinstance(turn, str) else turn)
-    results = environment.collect(len(episodes), None)
-    return [results[id(episode)][1] for episode in episodes]
+    results = collect(environment, len(episodes))
+    return [results[id(episode)] for episode in episodes]
+
+
+def collect(environment: Environment, count: int) -> dict[int, TurnResult]:
+    """Waits for this number of results, and returns them by the id of their episode."""
+    results: dict[int, TurnResult] = {}
+    while len(results) < count:
+        results |= {id(episode): result for episode, result in environment.poll(5.0)}
+    return results

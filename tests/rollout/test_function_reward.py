@@ -19,7 +19,7 @@ from postlude.rollout.reward import Reward, Weighted, WeightedSum
 from postlude.rollout.reward_call import TrainerState
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import DatasetTasks, Task
-from tests.rollout.episodes import step
+from tests.rollout.episodes import collect, step
 from tests.rollout.functions import at_step
 
 ROWS = [Task(f"question {number}", {"answer": number, "level": "easy"}, f"line {number + 1}") for number in range(4)]
@@ -209,9 +209,9 @@ def test_group_reward_is_called_once_with_all_completions() -> None:
     assert environment.poll(0.0) == environment.poll(None) == []
     environment.submit(first[1], AssistantTurn("yy"))
     environment.submit(second[2], AssistantTurn("even longer"))
-    results = environment.collect(5, 5.0)
+    results = collect(environment, 5)
     assert sorted(groups) == [["s", "long", "even longer"], ["x", "yy"]]
-    rewards = [results[id(episode)][1].score.reward for episode in (*first, *second)]  # type: ignore[union-attr]
+    rewards = [results[id(episode)].score.reward for episode in (*first, *second)]  # type: ignore[union-attr]
     assert rewards == [0.0, 1.0, 0.0, 0.0, 1.0]
     environment.close()
 

@@ -23,9 +23,11 @@ import pytest
 import torch
 
 from postlude import LanguageModel, export_hf, load_model, load_tokenizer, pack
+from postlude import ranks as started
 from postlude.generate.counter_rng import rng_key
+from postlude.generate.distributed import ReplicatedGenerator
 from postlude.generate.generator import Generator
-from postlude.generate.protocol import AsyncRolloutEngine, BatchedPollEngine, Request
+from postlude.generate.protocol import AsyncRolloutEngine, Request
 from postlude.generate.sampling_params import SamplingParams
 from postlude.rollout.environments import Transcript
 from postlude.serving.clients import server_pool
@@ -370,30 +372,35 @@ def transformers_serve(directory: Path, home: Path) -> Iterator[str]:
 
 def test_submitted_completions_equal_generate(server: Server) -> None:
     sampling = [SamplingParams(max_new_tokens=4, seed=seed, ignore_eos=True) for seed in (7, 30)]
-    remote, native = GenerationClient(server.url, "tiny"), BatchedPollEngine(server.generator)
-    assert isinstance(native, AsyncRolloutEngine)
-    for engine, generate in ((remote, remote.generate), (native, server.generator.generate)):
-        expected = generate(PROMPTS[:2], sampling, n=2)
-        request_ids = [
-            engine.submit(Request(tuple(prompt), params, 2)) for prompt, params in zip(PROMPTS, sampling, strict=False)
-        ]
-        results: dict[tuple[int, int], Any] = {}
-        while len(results) < 4:
-            results |= {(done.request_id, done.index): done.completion for done in engine.poll(timeout=None)}
-        assert [[results[request_id, number] for number in range(2)] for request_id in request_ids] == expected
-        assert engine.poll() == []
-        second, third = (engine.submit(Request(tuple(PROMPTS[0]), sampling[0], 1, first)) for first in (1, 2))
-        alone: dict[int, Any] = {}
-        while len(alone) < 2:
-            alone |= {done.request_id: done.completion for done in engine.poll(timeout=None)}
-        assert alone[second].tokens == expected[0][1].tokens
-        assert alone[third].tokens == generate(PROMPTS[:1], sampling[:1], first_index=2)[0][0].tokens
-        assert alone[third].tokens not in [completion.tokens for completion in expected[0]]
+    remote, generator = GenerationClient(server.url, "tiny"), server.generator
+    with started(device="cpu"):
+        for engine in (remote, ReplicatedGenerator(generator.model, generator.tokenizer)):
+            check_submitted(engine, sampling, remote.generate if engine is remote else generator.generate)
     server.reply = lambda body: (400, {}, {"error": "no room"})
     request_id = remote.submit(Request((1,), sampling[0]))
     (done,) = remote.poll(timeout=None)
     assert (done.request_id, done.index, done.completion) == (request_id, 0, None)
     assert "refused the request with status 400: no room" in str(done.error)
+
+
+def check_submitted(engine: Any, sampling: list[SamplingParams], generate: Callable[..., Any]) -> None:
+    assert isinstance(engine, AsyncRolloutEngine)
+    expected = generate(PROMPTS[:2], sampling, n=2)
+    request_ids = [
+        engine.submit(Request(tuple(prompt), params, 2)) for prompt, params in zip(PROMPTS, sampling, strict=False)
+    ]
+    results: dict[tuple[int, int], Any] = {}
+    while len(results) < 4:
+        results |= {(done.request_id, done.index): done.completion for done in engine.poll(timeout=None)}
+    assert [[results[request_id, number] for number in range(2)] for request_id in request_ids] == expected
+    assert engine.poll() == []
+    second, third = (engine.submit(Request(tuple(PROMPTS[0]), sampling[0], 1, first)) for first in (1, 2))
+    alone: dict[int, Any] = {}
+    while len(alone) < 2:
+        alone |= {done.request_id: done.completion for done in engine.poll(timeout=None)}
+    assert alone[second].tokens == expected[0][1].tokens
+    assert alone[third].tokens == generate(PROMPTS[:1], sampling[:1], first_index=2)[0][0].tokens
+    assert alone[third].tokens not in [completion.tokens for completion in expected[0]]
 
 
 @pytest.mark.thorough  # starts a real server; what it answers is shown here by one of our own

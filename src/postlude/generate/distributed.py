@@ -1,10 +1,13 @@
-"""The native generator on several ranks: every rank has the full model, and prompts are divided among the ranks."""
+"""The native generator on several ranks: every rank has the full model, and requests are divided among the ranks."""
 
 from __future__ import annotations
 
+import itertools
+import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import replace
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,8 +17,9 @@ from postlude.engine import Engine
 from postlude.engine.base_weights import adapter_matrices, copy_base
 from postlude.generate.generator import Generator
 from postlude.generate.probe import Probe, ProbeResult, WeightProbe, WeightsDiffer
-from postlude.generate.protocol import AsyncRolloutEngine, BatchedPollEngine, Completion
+from postlude.generate.protocol import AsyncRolloutEngine, Completion, FinishedCompletion, Request
 from postlude.generate.sampling_params import SamplingParams, sampling_per_prompt
+from postlude.generate.session import Session
 from postlude.hf.read_model import end_tokens
 from postlude.model import LanguageModel
 from postlude.world.agreement import Rank0Controller, gather_and_decide
@@ -23,6 +27,7 @@ from postlude.world.agreement import Rank0Controller, gather_and_decide
 FP8_LIMIT = 0.5
 """The largest log-prob difference in FP8, in nats: four units of e4m3's precision. Whether the weights are right
 does not depend on it."""
+POLL_SECONDS = 0.1  # how long the ranks sample before rank 0 gets what has finished
 POLICY = "policy"  # the name of the engine's adapter in a synced generator
 Item = TypeVar("Item")
 
@@ -45,23 +50,30 @@ class DistributedEngine(AsyncRolloutEngine, Protocol):
         """Releases memory, connections and threads."""
 
 
-class ReplicatedGenerator(BatchedPollEngine):
-    """The full model on every rank. Each rank generates the completions of some of the prompts.
+class ReplicatedGenerator:
+    """The full model on every rank. Each rank samples the completions of some of the requests.
 
     The same seeds give the same completions on any number of ranks. If every rank makes the same call of `generate`,
-    every rank gets all completions. With `submit` and `poll`, which only rank 0 calls, only rank 0 gets them.
+    every rank gets all completions. With `submit` and `poll`, which only rank 0 calls, only rank 0 gets them. On a CPU
+    they are sampled in `fixed_order`; else requests join those that run.
     """
 
     def __init__(self, model: LanguageModel, tokenizer: AnyTokenizer | None, **limits: Any) -> None:
         self.model = model
         self.generator = Generator(model, tokenizer, **limits)
+        self.fixed_order = model.embedding.weight.device.type == "cpu"
         self.adapter: str | None = None
         """The generator's adapter that all completions are sampled with."""
-        self.controller: Rank0Controller[_Call, list[list[Completion]]] = Rank0Controller(self._generate_local)
-        super().__init__(self.generator)
+        self.controller: Rank0Controller[_RequestsByRank, list[FinishedCompletion]] = Rank0Controller(self._sample)
+        self._session = Session(self.generator)
+        self._request_ids: dict[int, int] = {}  # by id in this rank's session
+        self._next_id = itertools.count()
+        self._submitted: dict[int, Request] = {}  # on rank 0; no rank has them yet
+        self._unfinished: dict[int, tuple[int, int]] = {}  # on rank 0; the rank and the number of completions
 
     def sync_weights(self) -> None:
-        """Does nothing: the weights do not change."""
+        """Does nothing to the weights, which do not change. Requests that an error left unfinished are dropped."""
+        self._drop_requests()
 
     def check_health(self) -> None:
         """Does nothing."""
@@ -84,34 +96,81 @@ class ReplicatedGenerator(BatchedPollEngine):
         first_index: int = 0,
     ) -> list[list[Completion]]:
         """Calls `Generator.generate`, with the prompts divided among all ranks. Give each prompt its own seed."""
-        by_rank: list[list[list[Completion]]] = [[] for _ in range(dist.get_world_size())]
-        local = self._generate_local(_Call(prompts, sampling_per_prompt(sampling, len(prompts)), n, first_index))
-        dist.all_gather_object(by_rank, local)
+        self._prepare()
+        rank, size, samplings = dist.get_rank(), dist.get_world_size(), sampling_per_prompt(sampling, len(prompts))
+        by_rank: list[list[list[Completion]]] = [[] for _ in range(size)]
+        local = prompts[rank::size]
+        completions = (
+            self.generator.generate(local, samplings[rank::size], n, first_index=first_index, adapter=self.adapter)
+            if local
+            else []
+        )
+        self.generator.release(only_if_large=True)
+        dist.all_gather_object(by_rank, completions)
         return interleave(by_rank, len(prompts))
 
-    def _generate(
-        self, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams], n: int, first_index: int
-    ) -> list[list[Completion]]:
-        """Generates on all ranks. Only rank 0 calls it, in `poll`."""
-        return interleave(self.controller.call_all(_Call(prompts, samplings, n, first_index)), len(prompts))
+    def submit(self, request: Request) -> int:
+        """Queues a request for the next `poll`. Returns its id."""
+        if request.adapter is not None:
+            raise ValueError(f"the request names the adapter {request.adapter!r}, but this engine chooses its own.")
+        request_id = next(self._next_id)
+        self._submitted[request_id] = request
+        return request_id
 
-    def _generate_local(self, call: _Call) -> list[list[Completion]]:
-        """Returns this rank's completions."""
-        rank, size = dist.get_rank(), dist.get_world_size()
-        prompts, samplings = call.prompts[rank::size], call.samplings[rank::size]
-        if not prompts:
-            return []
-        return self.generator.generate(prompts, samplings, call.n, first_index=call.first_index, adapter=self.adapter)
+    def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
+        """Lets all ranks sample for about `POLL_SECONDS`, without a timeout until a completion finishes."""
+        finished: list[FinishedCompletion] = []
+        while not finished and (self._submitted or self._unfinished):
+            for results in self.controller.call_all(self._divide_requests()):
+                finished += results
+            for result in finished:
+                rank, count = self._unfinished.pop(result.request_id)
+                if count > 1:
+                    self._unfinished[result.request_id] = rank, count - 1
+            if timeout is not None:
+                break
+        return finished
+
+    def _divide_requests(self) -> _RequestsByRank:
+        """Returns the requests to begin. Each goes to the rank with the fewest unfinished completions."""
+        by_rank: _RequestsByRank = [{} for _ in range(dist.get_world_size())]
+        if self.fixed_order and self._unfinished:
+            return by_rank
+        counts = Counter(dict.fromkeys(range(len(by_rank)), 0))
+        for rank, count in self._unfinished.values():
+            counts[rank] += count
+        for request_id, request in self._submitted.items():
+            rank = min(counts, key=lambda rank: counts[rank])
+            by_rank[rank][request_id] = request
+            self._unfinished[request_id] = rank, request.n
+            counts[rank] += request.n
+        self._submitted = {}
+        return by_rank
+
+    def _sample(self, requests: _RequestsByRank) -> list[FinishedCompletion]:
+        """Begins this rank's requests, and samples for a while. Returns the completions that finished."""
+        self._prepare()
+        end, finished = time.monotonic() + POLL_SECONDS, list[FinishedCompletion]()
+        for request_id, request in requests[dist.get_rank()].items():
+            self._request_ids[self._session.add(replace(request, adapter=self.adapter))] = request_id
+        while self._session.busy:
+            finished += self._session.step()
+            if time.monotonic() >= end:
+                break
+        if not self._session.busy:
+            self.generator.release(only_if_large=True)
+        return [replace(result, request_id=self._request_ids[result.request_id]) for result in finished]
+
+    def _prepare(self) -> None:
+        """Gets ready to sample, on every rank."""
+
+    def _drop_requests(self) -> None:
+        if self._session.busy:
+            self._session = Session(self.generator)
+        self._request_ids, self._submitted, self._unfinished = {}, {}, {}
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The arguments of a call that all ranks make together."""
-
-    prompts: Sequence[Sequence[int]]
-    samplings: Sequence[SamplingParams]
-    n: int
-    first_index: int
+_RequestsByRank: TypeAlias = list[dict[int, Request]]
 
 
 def interleave(by_rank: Sequence[Sequence[Item]], count: int) -> list[Item]:
@@ -152,6 +211,10 @@ class SyncedGenerator(ReplicatedGenerator):
 
     def sync_weights(self) -> None:
         """Copies the engine's weights, if they changed since the last copy."""
+        super().sync_weights()
+        self._copy_if_changed()
+
+    def _copy_if_changed(self) -> None:
         if (self.copied_step, self._copied_adapter) != (self.engine.step, self.engine.adapters.active):
             self._copy()
             self.generator.quantize_weights()
@@ -175,15 +238,12 @@ class SyncedGenerator(ReplicatedGenerator):
         differences = {"sync/logprob_diff": self.logprob_diff, "sync/fp8_logprob_diff": self.fp8_logprob_diff}
         return {name: difference for name, difference in differences.items() if difference is not None}
 
-    def _generate_local(self, call: _Call) -> list[list[Completion]]:
-        """Generates with the engine's current weights. A large cache is freed for training."""
-        self.sync_weights()
+    def _prepare(self) -> None:
+        """Copies the engine's weights, if they changed, and compares those that were copied."""
+        self._copy_if_changed()
         if self._pending_probe is not None:
             self._compare(self._pending_probe)
             self._pending_probe = None
-        completions = super()._generate_local(call)
-        self.generator.release(only_if_large=True)
-        return completions
 
     def _compare(self, probe: Probe) -> None:
         """Compares the log-probs of all ranks with the engine's. Every rank raises `WeightsDiffer` if one differs."""

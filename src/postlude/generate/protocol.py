@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
@@ -133,56 +132,12 @@ class RolloutEngine(Protocol):
 class AsyncRolloutEngine(Protocol):
     """An engine that accepts requests while others run, and returns each completion when it finishes."""
 
-    batched_polls: bool
-    """Whether `poll` blocks until all submitted requests finish, so that many should be submitted before it."""
+    fixed_order: bool
+    """Whether requests that are submitted while others run wait for their end, so that the same requests always run
+    together. Their bits may depend on it: then all replies to completions should be awaited and submitted together."""
 
     def submit(self, request: Request) -> int:
         """Submits a request without waiting. Returns its id, which the `FinishedCompletion`s repeat."""
 
     def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
         """Returns completions finished since the last call. Waits up to `timeout` seconds for one, forever if None."""
-
-
-class BatchedPollEngine:
-    """Gives an engine that has `generate`, such as the native generator, `submit` and `poll`.
-
-    The next `poll` generates all submitted requests, those of equal `n` and `first_index` as one batch. Completions
-    depend on the seed of their request, not on the rest of the batch.
-    """
-
-    batched_polls = True
-
-    def __init__(self, engine: RolloutEngine) -> None:
-        self._engine = engine
-        self._waiting: dict[int, Request] = {}
-        self._request_ids = itertools.count()
-
-    def submit(self, request: Request) -> int:
-        """Queues a request for the next `poll`. Returns its id."""
-        if request.adapter is not None:
-            raise ValueError(f"the request names the adapter {request.adapter!r}, but this engine chooses its own.")
-        request_id = next(self._request_ids)
-        self._waiting[request_id] = request
-        return request_id
-
-    def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
-        """Generates all submitted requests. Ignores `timeout`."""
-        waiting, self._waiting = self._waiting, {}
-        finished: list[FinishedCompletion] = []
-        for n, first_index in dict.fromkeys((request.n, request.first_index) for request in waiting.values()):
-            batch = {
-                key: request for key, request in waiting.items() if (request.n, request.first_index) == (n, first_index)
-            }
-            prompts = [request.prompt for request in batch.values()]
-            samplings = [request.sampling for request in batch.values()]
-            results = self._generate(prompts, samplings, n, first_index)
-            for request_id, completions in zip(batch, results, strict=True):
-                finished += [
-                    FinishedCompletion(request_id, index, completion) for index, completion in enumerate(completions)
-                ]
-        return finished
-
-    def _generate(
-        self, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams], n: int, first_index: int
-    ) -> list[list[Completion]]:
-        return self._engine.generate(prompts, samplings, n, first_index=first_index)

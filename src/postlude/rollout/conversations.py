@@ -7,7 +7,8 @@ holds the tokens of a trajectory, an `Episode` what the environment keeps for it
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,6 @@ from postlude.rollout.reward_call import NOT_TRAINING, TrainerState
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task
 
-COLLECT_SECONDS = 0.5  # how long to wait for replies of the environment, to submit the next requests together
 POLL_SECONDS = 0.02  # how long to wait for the environment before the engine is polled again
 ENGINE_POLL_SECONDS = 0.1  # how long to wait for the engine while the environment has nothing to do
 OVER_BUDGET = Score(0.0, {"over_budget": 1.0})  # added to the score of a trajectory that would exceed the token budget
@@ -129,8 +129,8 @@ class _Conversation:
 class Conversations:
     """Runs many groups concurrently, each in the environment of its `source`.
 
-    With servers, a slow completion, tool or reward delays no other trajectory. An engine with `batched_polls` finishes
-    all its requests before any trajectory continues. Without `background` trajectories advance inside `poll`; with it
+    A slow completion, tool or reward delays no other trajectory. The exception is an engine with a `fixed_order`: all
+    trajectories finish a turn before any continues. Without `background` trajectories advance inside `poll`; with it
     a thread advances them continuously. Only one thread may call `start` and `poll`. `timer` measures the times
     "rollout" and "reward"; with `background` it is called in that thread.
     """
@@ -148,6 +148,7 @@ class Conversations:
         self._finished: list[TrajectoryGroup] = []
         self._waiting_for_engine: dict[int, dict[int, _Conversation]] = {}  # by request id and index of the completion
         self._waiting_for_environment: dict[int, _Conversation] = {}  # by id of the episode
+        self._turn_results: dict[int, TurnResult] = {}  # of those that have one but do not continue yet
         self._error: BaseException | None = None
         self._closed = False
         self._condition = threading.Condition()
@@ -213,24 +214,27 @@ class Conversations:
                 to_start, self._to_start = self._to_start, deque()
             for group in to_start:
                 self._start(group)
+            began = time.monotonic()
             for finished in self.engine.poll(0.0 if self._waiting_for_environment else ENGINE_POLL_SECONDS):
                 self._add_completion(finished)
-        if not self._waiting_for_environment:
-            return
-        waiting = Counter(conversation.environment for conversation in self._waiting_for_environment.values())
-        results: list[tuple[Episode, TurnResult]] = []
+            if self.engine.fixed_order and self._waiting_for_engine:
+                return
+            engine_worked = time.monotonic() - began > POLL_SECONDS  # so it is not kept waiting
         with self.timer("reward"):
-            for environment, count in waiting.items():
-                if self.engine.batched_polls:
-                    results += environment.collect(count, COLLECT_SECONDS).values()
-                else:
-                    results += environment.poll(POLL_SECONDS)
-        with self.timer("rollout"):
-            turns = [
-                (self._waiting_for_environment.pop(id(episode)), result)
-                for episode, result in results
-                if id(episode) in self._waiting_for_environment
+            waiting = [
+                conversation
+                for episode_id, conversation in self._waiting_for_environment.items()
+                if episode_id not in self._turn_results
             ]
+            for environment in dict.fromkeys(conversation.environment for conversation in waiting):
+                for episode, result in environment.poll(0.0 if engine_worked else POLL_SECONDS):
+                    if id(episode) in self._waiting_for_environment:
+                        self._turn_results[id(episode)] = result
+        if self.engine.fixed_order and len(self._turn_results) < len(self._waiting_for_environment):
+            return
+        with self.timer("rollout"):
+            results, self._turn_results = self._turn_results, {}
+            turns = [(self._waiting_for_environment.pop(episode_id), result) for episode_id, result in results.items()]
             # Sorted, so that batches of requests do not depend on the order of arrival.
             for conversation, result in sorted(turns, key=lambda turn: (turn[0].group.number, turn[0].index)):
                 self._add_turn_result(conversation, result)

@@ -95,17 +95,6 @@ class Environment(ABC):
         """Returns the results that are there. Waits up to `timeout` seconds for the first, or without limit if None."""
         return [(episode, _add_result(episode, result)) for episode, result in self._poll(timeout)]
 
-    def collect(self, count: int, timeout: float | None) -> dict[int, tuple[Episode, TurnResult]]:
-        """Returns `count` results by the id of their episode, or as many as come within `timeout` seconds."""
-        results: dict[int, tuple[Episode, TurnResult]] = {}
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while len(results) < count:
-            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-            results |= {id(episode): (episode, result) for episode, result in self.poll(remaining)}
-            if remaining == 0.0:
-                break
-        return results
-
     @property
     def lost_workers(self) -> int | None:
         """Reward workers lost through no fault of a call, and retried. None where that cannot happen."""

@@ -21,7 +21,7 @@ class ServerEngine:
     start of the run (`start_id`), because a step that is repeated after a restart may give other weights.
     """
 
-    batched_polls = False
+    fixed_order = False
 
     def __init__(
         self,

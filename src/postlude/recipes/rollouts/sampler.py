@@ -104,8 +104,7 @@ class RolloutSampler:
 
     def _check_health_and_signals(self) -> None:
         self.rollout_engine.check_health()
-        # With the native generator a poll returns when all completions are done, and signals wait for the step's end.
-        if self.signals is not None and not self.rollout_engine.batched_polls:
+        if self.signals is not None:
             self.signals.check()
 
     def sync_and_run_on_rank0(self, work: Callable[[], Result]) -> Result:

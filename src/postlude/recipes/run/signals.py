@@ -1,6 +1,6 @@
 """SIGINT, SIGTERM, SIGHUP and SIGUSR1 (Slurm's warning) end a run after its step. A second ends the process at once.
 
-While a rank waits for servers, the step may take long: there `StopRequested` ends it in the middle.
+While completions are sampled, the step may take long: there `StopRequested` ends it in the middle.
 """
 
 from __future__ import annotations

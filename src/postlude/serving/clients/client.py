@@ -53,7 +53,7 @@ class GenerationClient:
     generator reports, start vLLM with `--logprobs-mode processed_logprobs` and use no top-k, top-p or min-p.
     """
 
-    batched_polls = False
+    fixed_order = False
 
     def __init__(
         self,
