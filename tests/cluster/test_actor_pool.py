@@ -15,7 +15,7 @@ from postlude.cluster.server_actors import RayLauncher
 from postlude.generate.protocol import Request, VersionSpan
 from postlude.pool.open_pool import open_pool
 from postlude.pool.worker_pool import CallResult, PoolFactory, WorkerError, WorkerPool
-from postlude.serving.clients.remote_server import Weights
+from postlude.serving.clients.remote_server import WeightsVersion
 from postlude.serving.launch.supervisor import ServerSupervisor, SupervisedClient
 from tests.rollout import functions
 from tests.rollout.reward_pool import RewardPool
@@ -109,7 +109,7 @@ def test_server_is_restarted_after_its_actor_is_killed(
     ) as engine:
         assert {server.url.rpartition(":")[0] for server in engine.pool.servers} == {"http://127.0.0.1"}
         engine.connect()
-        engine.reload(Weights("/weights/1", "start.1"))
+        engine.reload(WeightsVersion("/weights/1", "start.1"))
         request_ids = {engine.submit(Request(tuple(prompt), THREE)) for prompt in PROMPTS}
         running: Any = engine.supervisor._slots[0].process
         ray.kill(running.actor)

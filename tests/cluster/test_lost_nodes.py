@@ -16,7 +16,7 @@ from postlude.cluster.server_actors import RayLauncher
 from postlude.generate.protocol import Request
 from postlude.pool.open_pool import open_pool
 from postlude.pool.worker_pool import CallResult
-from postlude.serving.clients.remote_server import Weights
+from postlude.serving.clients.remote_server import WeightsVersion
 from postlude.serving.launch.supervisor import ServerSupervisor, SupervisedClient
 from tests.cluster.conftest import QUIET
 from tests.cluster.test_actor_pool import FAKE, await_completions, wait_for_running_workers
@@ -89,7 +89,7 @@ def test_server_on_killed_node_restarts_on_another_node(tmp_path: Path) -> None:
         closing(SupervisedClient(ServerSupervisor(FAKE, 2, RayLauncher(tmp_path)), **QUICK)) as engine,
     ):
         engine.connect()
-        engine.reload(Weights("/weights/1", "start.1"))
+        engine.reload(WeightsVersion("/weights/1", "start.1"))
         request_ids = {engine.submit(Request(tuple(prompt), THREE)) for prompt in PROMPTS}
         cluster.remove_node(node_with_actor(cluster, b"ServerActor"), allow_graceful=False)
         await_completions(engine, request_ids)

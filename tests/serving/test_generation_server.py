@@ -30,7 +30,7 @@ from postlude.generate.protocol import Request, VersionSpan
 from postlude.generate.sampling_params import SamplingParams
 from postlude.model import LanguageModel
 from postlude.serving.clients.client import GenerationClient
-from postlude.serving.clients.remote_server import Weights
+from postlude.serving.clients.remote_server import WeightsVersion
 from postlude.serving.errors import ServerError
 from postlude.serving.server.generation_server import GenerationServer
 from tests.generate.test_generator import teacher_forced
@@ -109,7 +109,7 @@ def test_weights_are_replaced_in_flight_and_invalid_directory_changes_nothing(tm
         serving(Generator(model), key=KEY) as (served, url),
         closing(GenerationClient(url, api_key=KEY)) as engine,
     ):
-        engine.reload(Weights(str(tmp_path / "old"), "start.1"))
+        engine.reload(WeightsVersion(str(tmp_path / "old"), "start.1"))
         prompt, long = [1, 2, 3], SamplingParams(max_new_tokens=250, seed=3, ignore_eos=True)
         engine.submit(Request(tuple(prompt), long))
         while not any(group[0].tokens[2:] for group in list(served._session._active.values())):
@@ -119,7 +119,7 @@ def test_weights_are_replaced_in_flight_and_invalid_directory_changes_nothing(tm
             status, words = request_json(f"{url}/weights", body, **BEARER)
             assert status == 400
             assert words["error"]["message"].startswith("the weights stay 'start.1', as they were: ")
-        engine.reload(Weights(str(tmp_path / "new"), "start.2"))
+        engine.reload(WeightsVersion(str(tmp_path / "new"), "start.2"))
         (done,) = engine.poll(timeout=60)
         completion = done.completion
         assert completion is not None
@@ -143,7 +143,7 @@ def test_weights_with_a_wrong_checksum_are_refused(tmp_path: Path, monkeypatch) 
         assert engine.run_on(server, server.max_length()) == 96
         monkeypatch.setattr("postlude.serving.clients.remote_server.checksum", lambda path: "other")
         with pytest.raises(ServerError, match=r"read weights of checksum .* where there are other"):
-            engine.reload(Weights(str(tmp_path / "new"), "start.1"))
+            engine.reload(WeightsVersion(str(tmp_path / "new"), "start.1"))
 
 
 def test_a_server_without_weights_replies_once_it_has_some(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_server_without_weights_replies_once_it_has_some(tmp_path: Path) -> No
             503,
             {"error": {"message": "there are no weights yet.", "type": "server_error", "param": None, "code": None}},
         )
-        engine.reload(Weights(str(tmp_path / "new"), "start.1"))
+        engine.reload(WeightsVersion(str(tmp_path / "new"), "start.1"))
         ((completion,),) = engine.generate([[1]], SamplingParams(max_new_tokens=3))
         assert completion.versions == (VersionSpan("start.1", 0, 3),)
 

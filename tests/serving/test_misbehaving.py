@@ -272,7 +272,7 @@ def test_concurrency_is_reduced_to_what_a_busy_server_accepts(monkeypatch: pytes
         engine = connect(stack, bad, retries=0, concurrency=12)
         assert all(isinstance(outcome, Completion) for outcome in check_all_completions(engine))
         assert engine.take_counts().failed == 0
-        assert engine.pool.servers[0].capacity < 12
+        assert engine.pool.servers[0].load.capacity < 12
     assert refused
 
 

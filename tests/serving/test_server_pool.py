@@ -21,7 +21,7 @@ from postlude.serving.clients.api import ServerAPI
 from postlude.serving.clients.client import GenerationClient
 from postlude.serving.clients.llama_cpp import LlamaCppAPI
 from postlude.serving.clients.openai import OpenAIAPI
-from postlude.serving.clients.remote_server import Weights
+from postlude.serving.clients.remote_server import WeightsVersion
 from postlude.serving.clients.sglang import SGLangAPI
 from postlude.serving.clients.vllm import VLLMAPI
 from postlude.serving.errors import ServerError, ServerUnavailable
@@ -202,7 +202,7 @@ def test_a_completion_of_a_server_that_was_excluded_meanwhile_is_requested_again
     spoiled.before = healthy.before = lambda: started.set() or (release.wait(10) and None)
     request_id = engine.submit(Request((1, 2), THREE))
     assert started.wait(10)
-    (server_in_use,) = [server for server in engine.pool.servers if server.outstanding]
+    (server_in_use,) = [server for server in engine.pool.servers if server.load.outstanding]
     server_in_use.state, server_in_use.problem = "excluded", "has other weights than most"
     release.set()
     (finished,) = engine.poll(10.0)
@@ -267,14 +267,14 @@ def test_reload_pauses_and_resumes_a_server_and_checks_its_version(two, engines)
     engine = engines(*two)
     engine.connect()
     for step in (1, 2):
-        engine.reload(Weights(f"/weights/{step}", f"start.{step}"))
+        engine.reload(WeightsVersion(f"/weights/{step}", f"start.{step}"))
         for server in two:
             assert (server.directory, server.version) == (f"/weights/{step}", f"start.{step}")
         ((completion,),) = engine.generate(PROMPTS[:1], THREE)
         assert completion.versions == (VersionSpan(f"start.{step}", 0, 3),)
     assert [call for call in two[0].calls if call in RELOAD] == RELOAD * 2
     two[0].reply = lambda path, body: {"weight_version": "another"} if path == "/weight_info" else {}
-    engine.reload(Weights("/weights/3", "start.3"))
+    engine.reload(WeightsVersion("/weights/3", "start.3"))
     assert engine.pool.servers[0].state == "excluded"
     assert engine.pool.servers[0].problem == "reports weights 'another' after it was given 'start.3'"
     check(engine)
@@ -286,9 +286,9 @@ def test_reload_in_the_background_finishes_before_the_next_request(two, engines)
     release = threading.Event()
     for server in two:
         server.read = lambda directory: release.wait(300)
-    engine.reload(Weights("/weights/2", "start.2"), wait=False)  # which returns while they read
+    engine.reload(WeightsVersion("/weights/2", "start.2"), wait=False)  # which returns while they read
     assert engine.directories_in_use() == {"/weights/2"}
-    engine.reload(Weights("/weights/3", "start.3"), wait=False)  # before any has the last ones
+    engine.reload(WeightsVersion("/weights/3", "start.3"), wait=False)  # before any has the last ones
     release.set()
     completions = engine.generate([[1, 2], [3]] * 4, SamplingParams(max_new_tokens=3, ignore_eos=True))
     assert {span.version for samples in completions for completion in samples for span in completion.versions} == {
@@ -298,7 +298,7 @@ def test_reload_in_the_background_finishes_before_the_next_request(two, engines)
     assert [server.version for server in two] == ["start.3"] * 2
     two[0].kill()
     two[1].kill()
-    engine.reload(Weights("/weights/4", "start.4"), wait=False)
+    engine.reload(WeightsVersion("/weights/4", "start.4"), wait=False)
     with pytest.raises(ServerError, match="none of the 2 servers replies any more"):
         engine.wait_for_reload()
 
@@ -307,13 +307,13 @@ def test_a_restarted_server_gets_the_newest_weights_before_its_first_request(eng
     with closing(FakeVLLM()) as old, closing(FakeVLLM()) as healthy:
         engine = engines(old, healthy, retries=0)
         engine.connect()
-        engine.reload(Weights("/weights/1", "start.1"))
+        engine.reload(WeightsVersion("/weights/1", "start.1"))
         old.kill()
         check(engine)
         assert engine.pool.servers[0].state == "unavailable"
         with closing(FakeVLLM(port=old.port)) as new:
             assert new.version == OLD
-            engine.reload(Weights("/weights/2", "start.2"))
+            engine.reload(WeightsVersion("/weights/2", "start.2"))
             while engine.pool.servers[0].state != "up":
                 time.sleep(0.01)
             check(engine)
@@ -327,7 +327,7 @@ def test_completions_of_unknown_weights_are_requested_again(two, engines) -> Non
     """A server that was restarted between two requests reports its old weights, and gets the new ones."""
     engine = engines(*two)
     engine.connect()  # both: a reload does not wait for servers that connect later
-    engine.reload(Weights("/weights/1", "start.1"))
+    engine.reload(WeightsVersion("/weights/1", "start.1"))
     two[0].version = OLD
     for (completion,) in engine.generate(PROMPTS, THREE):
         assert completion.versions == (VersionSpan("start.1", 0, 3),)
@@ -351,7 +351,7 @@ def test_a_server_whose_reload_failed_is_resumed_only_after_a_complete_reload(tw
     engine = engines(*two)
     engine.connect()
     failing(two[0], path, 500, 1)
-    engine.reload(Weights("/weights/1", "start.1"))
+    engine.reload(WeightsVersion("/weights/1", "start.1"))
     check(engine)
     until = time.monotonic() + 300
     while engine.pool.count_up() < 2 and time.monotonic() < until:
@@ -370,7 +370,7 @@ def test_a_server_that_cannot_read_weights_stays_paused_and_its_requests_go_to_o
     busy, free = sorted(two, key=lambda candidate: candidate.calls.count("/inference/v1/generate"), reverse=True)
     free.before = lambda: None
     failing(busy, "/collective_rpc", 400, 1)
-    engine.reload(Weights("/weights/1", "start.1"))
+    engine.reload(WeightsVersion("/weights/1", "start.1"))
     (finished,) = engine.poll(300.0)
     release.set()
     assert (finished.request_id, finished.completion is not None, free.answered) == (request_id, True, 1)
@@ -383,7 +383,7 @@ def test_close_waits_for_a_reload_and_a_paused_server_is_refused(engines) -> Non
         with closing(GenerationClient([server.url])) as engine:
             engine.connect()
             server.read = lambda directory: time.sleep(0.2)
-            engine.reload(Weights("/weights/1", "start.1"), wait=False)
+            engine.reload(WeightsVersion("/weights/1", "start.1"), wait=False)
         assert [call for call in server.calls if call in RELOAD] == RELOAD
         usual_reply = server.reply
         server.reply = lambda path, body: {"is_paused": True} if path == "/is_paused" else usual_reply(path, body)
@@ -396,13 +396,13 @@ def test_a_server_whose_checksum_cannot_be_compared_still_gets_newer_weights(eng
         engine = engines(server)
         (remote,) = engine.connect()
         remote.api.reports_checksum = True
-        engine.reload(Weights("/nowhere", "start.1"), wait=False)
+        engine.reload(WeightsVersion("/nowhere", "start.1"), wait=False)
         deadline = time.monotonic() + 300
         while remote.state == "up" and time.monotonic() < deadline:
             time.sleep(0.01)
         assert "/nowhere" in remote.problem
         remote.api.reports_checksum = False
-        engine.reload(Weights("/weights/2", "start.2"), wait=False)
+        engine.reload(WeightsVersion("/weights/2", "start.2"), wait=False)
         ((completion,),) = engine.generate(PROMPTS[:1], THREE)
         assert completion.versions == (VersionSpan("start.2", 0, 3),)
 
@@ -410,12 +410,12 @@ def test_a_server_whose_checksum_cannot_be_compared_still_gets_newer_weights(eng
 def test_a_directory_is_in_use_while_a_late_server_reads_it(engines) -> None:
     with closing(FakeVLLM()) as server, closing(FakeVLLM()) as late:
         engine = engines(server)
-        engine.reload(Weights("/weights/1", "start.1"))
+        engine.reload(WeightsVersion("/weights/1", "start.1"))
         reading, release = threading.Event(), threading.Event()
         late.read = lambda directory: (reading.set(), release.wait(300))
         engine.add_server(late.url)
         assert reading.wait(300)
-        engine.reload(Weights("/weights/2", "start.2"))
+        engine.reload(WeightsVersion("/weights/2", "start.2"))
         assert engine.directories_in_use() == {"/weights/1", "/weights/2"}
         release.set()
         deadline = time.monotonic() + 300

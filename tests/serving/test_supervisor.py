@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from postlude.generate.protocol import Request, VersionSpan
-from postlude.serving.clients.remote_server import Weights
+from postlude.serving.clients.remote_server import WeightsVersion
 from postlude.serving.errors import ServerError
 from postlude.serving.launch import supervisor
 from postlude.serving.launch.launcher import LocalLauncher, ServerCommand, log_tail
@@ -59,7 +59,7 @@ def test_killed_server_is_restarted_with_the_newest_weights(tmp_path: Path, capl
         closing(SupervisedClient(ServerSupervisor(FAKE, 2, LocalLauncher(tmp_path)), **QUICK)) as engine,
     ):
         engine.connect()
-        engine.reload(Weights("/weights/1", "start.1"))
+        engine.reload(WeightsVersion("/weights/1", "start.1"))
         first = {server.url for server in engine.pool.servers}
         request_ids = {engine.submit(Request(tuple(prompt), THREE)) for prompt in PROMPTS}
         os.kill(pid_of(engine, 0), signal.SIGKILL)

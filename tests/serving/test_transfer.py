@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from postlude.generate.sampling_params import SamplingParams
 from postlude.serving.clients.client import GenerationClient
-from postlude.serving.clients.remote_server import Weights
+from postlude.serving.clients.remote_server import WeightsVersion
 from postlude.serving.errors import ServerError
 from postlude.serving.weights.sync import NetworkSync, SyncOptions
 from postlude.serving.weights.transfer import WeightTransfer, split_aligned
@@ -45,7 +45,7 @@ def transfers(
             for step in range(1, steps + 1):
                 engine.forward_backward(batch(step), policy)
                 engine.optimizer_step()
-                done = transfer.send(servers, Weights(None, f"start.{step}"))
+                done = transfer.send(servers, WeightsVersion(None, f"start.{step}"))
                 channels: list[Any] = [None] * dist.get_world_size()
                 dist.all_gather_object(channels, sorted(transfer.channels))
                 states = [server.state for server in servers.pool.servers] if servers else []
@@ -148,7 +148,7 @@ def _comes_late(group: Any, urls: list[str]) -> None:
         closing(GenerationClient(urls[:1], api="vllm")) as servers,
         closing(WeightTransfer(engine, send_bytes=SEND_BYTES)) as transfer,
     ):
-        assert transfer.send(servers, Weights(None, "start.1")).servers == 1
+        assert transfer.send(servers, WeightsVersion(None, "start.1")).servers == 1
         servers.add_server(urls[1])
         late = servers.pool.servers[1]
         servers.generate([[1]] * 8, SamplingParams(max_new_tokens=1))
@@ -157,7 +157,7 @@ def _comes_late(group: Any, urls: list[str]) -> None:
         assert late.state == "needs_weights"
         servers.generate([[1]] * 8, SamplingParams(max_new_tokens=1))
         assert late.state == "needs_weights", "and is not asked"
-        assert transfer.send(servers, Weights(None, "start.1")).servers == 1, "the other has them"
+        assert transfer.send(servers, WeightsVersion(None, "start.1")).servers == 1, "the other has them"
         assert late.state == "up"
 
 
@@ -170,9 +170,9 @@ def test_without_a_receiver_left_the_error_is_one_sentence(ranks) -> None:
 def _fails(group: Any, url: str) -> str:
     engine = build("pp=1", ODD)
     with closing(GenerationClient([url], api="vllm")) as servers, closing(WeightTransfer(engine)) as transfer:
-        assert transfer.send(servers, Weights(None, "start.1")).servers == 0
+        assert transfer.send(servers, WeightsVersion(None, "start.1")).servers == 0
         with pytest.raises(ServerError) as raised:
-            transfer.send(servers, Weights(None, "start.1"))
+            transfer.send(servers, WeightsVersion(None, "start.1"))
         return str(raised.value)
 
 

@@ -22,7 +22,7 @@ from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs
 from postlude.recipes.checks.servers import server_checks
 from postlude.recipes.grpo import run
 from postlude.serving.clients.client import GenerationClient
-from postlude.serving.clients.remote_server import Weights
+from postlude.serving.clients.remote_server import WeightsVersion
 from postlude.serving.errors import ServerError
 from tests.conftest import Ranks
 from tests.generate.test_generator import teacher_forced
@@ -158,11 +158,11 @@ def test_weights_replaced_in_flight_take_effect(served: Served, tmp_path: Path) 
     new = load_model(written(served.family, tmp_path / "new", seed=1), dtype=torch.float32).eval()
     prompt, long = PROMPTS[0], SamplingParams(max_new_tokens=1000, ignore_eos=True, seed=3)
     for pause in (0.5, 1.0, 2.0, 0.2):  # until new weights come in the middle, on a machine that may be busy
-        served.engine.reload(Weights(str(served.directory), "start.0"))
+        served.engine.reload(WeightsVersion(str(served.directory), "start.0"))
         served.engine.submit(Request(tuple(prompt), long))
         time.sleep(pause)
         began = time.perf_counter()
-        served.engine.reload(Weights(str(tmp_path / "new"), "start.1"))
+        served.engine.reload(WeightsVersion(str(tmp_path / "new"), "start.1"))
         reloaded = time.perf_counter() - began
         (done,) = served.engine.poll(timeout=300)
         assert done.error is None
@@ -186,7 +186,7 @@ def test_weights_replaced_in_flight_take_effect(served: Served, tmp_path: Path) 
     assert [group[0].tokens for group in answered] == [
         group[0].tokens for group in Generator(new).generate(PROMPTS, greedy)
     ]
-    served.engine.reload(Weights(str(served.directory), "start.2"))
+    served.engine.reload(WeightsVersion(str(served.directory), "start.2"))
 
 
 def test_server_that_could_not_read_weights_stays_paused_until_it_reads_others(served: Served, tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_server_that_could_not_read_weights_stays_paused_until_it_reads_others(s
         (server,) = engine.connect()
         assert engine.run_on(server, server.max_length()) == 2048
         with pytest.raises(ServerError) as lost:
-            engine.reload(Weights(str(tmp_path / "nowhere"), "start.8"))
+            engine.reload(WeightsVersion(str(tmp_path / "nowhere"), "start.8"))
         print(lost.value)
     with (
         closing(GenerationClient(served.url)) as engine,
@@ -206,7 +206,7 @@ def test_server_that_could_not_read_weights_stays_paused_until_it_reads_others(s
         engine.connect()
     greedy = SamplingParams(max_new_tokens=16, temperature=0.0, ignore_eos=True)
     with closing(GenerationClient(served.url)) as engine:
-        engine.reload(Weights(str(served.directory), "start.9"))
+        engine.reload(WeightsVersion(str(served.directory), "start.9"))
         answered = engine.generate(PROMPTS, greedy)
     expected = Generator(served.model).generate(PROMPTS, greedy)
     assert [group[0].tokens for group in answered] == [group[0].tokens for group in expected]

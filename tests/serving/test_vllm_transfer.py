@@ -18,7 +18,7 @@ from postlude import Engine, load_model
 from postlude.generate.generator import Generator
 from postlude.generate.sampling_params import SamplingParams
 from postlude.serving.clients.client import GenerationClient
-from postlude.serving.clients.remote_server import Weights
+from postlude.serving.clients.remote_server import WeightsVersion
 from postlude.serving.clients.vllm import VLLMAPI
 from postlude.serving.weights.nccl import UniqueId
 from postlude.serving.weights.transfer import WeightTransfer
@@ -38,13 +38,13 @@ def sends(group: Any, url: str, source: str, directory: str) -> tuple[Any, Any, 
     engine.export_hf(directory)
     with closing(GenerationClient(url)) as servers, closing(WeightTransfer(engine, send_bytes=100_000)) as transfer:
         before = [completion.tokens for (completion,) in servers.generate(PROMPTS, GREEDY)]
-        sent = transfer.send(servers, Weights(None, "start.1"))
+        sent = transfer.send(servers, WeightsVersion(None, "start.1"))
         print(f"{sent.bytes} bytes sent in {sent.seconds:.2f} s")
         assert sent.servers == 1
         answered = servers.generate(PROMPTS, GREEDY)
         assert {span.version for (completion,) in answered for span in completion.versions} == {"start.1"}
         received_digests = digests(url)
-        servers.reload(Weights(directory, "start.2"))
+        servers.reload(WeightsVersion(directory, "start.2"))
         return before, [completion.tokens for (completion,) in answered], received_digests, digests(url)
 
 

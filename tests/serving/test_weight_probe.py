@@ -23,7 +23,7 @@ from postlude.hf.checksum import checksum
 from postlude.serving.clients import client as client_module
 from postlude.serving.clients import remote_server
 from postlude.serving.clients.client import GenerationClient
-from postlude.serving.clients.remote_server import Weights
+from postlude.serving.clients.remote_server import WeightsVersion
 from postlude.serving.engine import ServerEngine
 from postlude.serving.errors import ServerError
 from postlude.serving.server.generation_server import GenerationServer, _resolve, _WeightsInfo
@@ -208,7 +208,7 @@ def test_the_probe_of_a_busy_server_is_retried() -> None:
 
     with closing(FakeVLLM(answer)) as fake, closing(GenerationClient([fake.url])) as client:
         client.connect()
-        client.reload(Weights("anywhere", "start.1", Probe(requests, scores, [], 1e-3)))
+        client.reload(WeightsVersion("anywhere", "start.1", Probe(requests, scores, [], 1e-3)))
         (remote_server,) = client.pool.servers
         assert (remote_server.state, remote_server.failures) == ("up", 0)
         assert remote_server.probe_result is not None

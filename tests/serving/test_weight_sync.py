@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from postlude.serving.clients.remote_server import Weights
+from postlude.serving.clients.remote_server import WeightsVersion
 from postlude.serving.weights.sync import DiskSync, SyncOptions
 from postlude.world.agreement import Rank0Controller
 from postlude.world.launcher import launch
@@ -25,7 +25,7 @@ class Model:
 class SlowServers:
     """Servers of which the only one is starting, or reads for longer than the ranks' timeout."""
 
-    def reload(self, weights: Weights, **_: Any) -> None:
+    def reload(self, weights: WeightsVersion, **_: Any) -> None:
         time.sleep(TIMEOUT + 3.0)
 
     def directories_in_use(self) -> set[str]:

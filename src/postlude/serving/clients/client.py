@@ -21,7 +21,7 @@ from postlude.serving.clients.api import ServerAPI
 from postlude.serving.clients.llama_cpp import LlamaCppAPI
 from postlude.serving.clients.openai import OpenAIAPI
 from postlude.serving.clients.postlude import PostludeAPI
-from postlude.serving.clients.remote_server import BUSY_TIMEOUT, RemoteServer, Weights
+from postlude.serving.clients.remote_server import BUSY_TIMEOUT, RemoteServer, WeightsVersion
 from postlude.serving.clients.server_pool import Counts, ServerPool
 from postlude.serving.clients.sglang import SGLangAPI
 from postlude.serving.clients.text import TextAPI
@@ -162,7 +162,7 @@ class GenerationClient:
         except queue.Empty:
             return finished
 
-    def reload(self, weights: Weights, *, wait: bool = True) -> None:
+    def reload(self, weights: WeightsVersion, *, wait: bool = True) -> None:
         """Makes every server read new weights from their directory. Running completions continue with them.
 
         Without `wait`, servers read in the background. New requests go only to servers that have the weights and, if

@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightsVersion:
     """A version of the weights, and a directory that every server can read; None if they are sent over the network."""
 
     directory: str | None
@@ -47,6 +47,42 @@ class Weights:
         if not self._checksums:
             self._checksums.append(asyncio.create_task(asyncio.to_thread(checksum, Path(self.directory))))
         return self._checksums[0]
+
+
+@dataclass
+class ServerLoad:
+    """How many requests a server has, and how many it takes at once, estimated from its busy replies."""
+
+    outstanding: int = 0
+    """Requests that it has not answered yet."""
+    capacity: float = math.inf
+    busy_replies: int = 0
+    """Busy replies in a row."""
+    busy_since: float | None = None
+    """Time of the first of them."""
+    backing_off: bool = False
+    """Whether it gets no requests for some seconds after a busy reply."""
+
+    def has_room(self, limit: int) -> bool:
+        """Returns whether it takes another request, of at most `limit` at once."""
+        return not self.backing_off and self.outstanding + 1 <= min(limit, self.capacity)
+
+    def complete(self) -> None:
+        """Counts a completion: the capacity grows by 1 per `capacity` completions."""
+        self.busy_replies, self.busy_since = 0, None
+        self.capacity += 1.0 / self.capacity
+
+    def reply_busy(self, now: float) -> float:
+        """Counts a busy reply. Returns the seconds since the first in a row."""
+        self.busy_since = now if self.busy_since is None else self.busy_since
+        return now - self.busy_since
+
+    def back_off(self) -> bool:
+        """Lowers the capacity below the requests that it has. Returns whether a pause begins."""
+        self.capacity = max(1.0, min(self.capacity, float(self.outstanding - 1)))
+        begins, self.backing_off = not self.backing_off, True
+        self.busy_replies += begins
+        return begins
 
 
 class RemoteServer:
@@ -84,16 +120,7 @@ class RemoteServer:
         """Failures in a row."""
         self.may_retry = False
         """Whether it was excluded because of an invalid completion. It is tried again when no other server is left."""
-        self.busy_replies = 0
-        """Busy replies in a row."""
-        self.busy_since: float | None = None
-        """Time of the first of them."""
-        self.backing_off = False
-        """Whether it gets no requests for some seconds after a busy reply."""
-        self.capacity = math.inf
-        """The number of requests that it takes concurrently, estimated from its busy replies."""
-        self.outstanding = 0
-        """Requests that it has not answered yet."""
+        self.load = ServerLoad()
         self.version: str | None = None
         """Version of its weights, as last reported."""
         self.reload_seconds = 0.0
@@ -120,7 +147,7 @@ class RemoteServer:
         assert self._api is not None, "the server is not connected yet"
         return self._api
 
-    async def connect(self, weights: Weights | None) -> None:
+    async def connect(self, weights: WeightsVersion | None) -> None:
         """Detects its API and model, and makes it read the newest weights if they are in a directory."""
         if self._api is None:
             assert self._choose_api is not None
@@ -140,7 +167,7 @@ class RemoteServer:
                 "/resume) if you know which weights it has"
             )
 
-    def has_weights(self, weights: Weights) -> bool:
+    def has_weights(self, weights: WeightsVersion) -> bool:
         """Whether it has all of these weights, by its last report."""
         return self.version == weights.version and not self.update_unconfirmed
 
@@ -150,7 +177,7 @@ class RemoteServer:
         """Returns the result of `work(api, send)`, whose requests have this timeout. Weight sync uses it."""
         return await work(self.api, self._sender(timeout or self.timeout))
 
-    async def reload(self, weights: Weights) -> None:
+    async def reload(self, weights: WeightsVersion) -> None:
         """Makes it read new weights, then checks its version and checksum."""
         assert weights.directory is not None
         start = time.perf_counter()
@@ -186,13 +213,13 @@ class RemoteServer:
         self.update_unconfirmed = False
         self.reload_seconds = time.perf_counter() - start
 
-    async def confirm_version(self, weights: Weights) -> None:
+    async def confirm_version(self, weights: WeightsVersion) -> None:
         """Checks that it reports the version it was given."""
         self.version = await self.fetch_version()
         if self.version != weights.version:
             raise InvalidResponse(f"reports weights {self.version!r} after it was given {weights.version!r}")
 
-    async def compare_logprobs(self, weights: Weights, *, timeout: float | None = None) -> None:
+    async def compare_logprobs(self, weights: WeightsVersion, *, timeout: float | None = None) -> None:
         """Compares its log-probs of a few tokens with the trainer's, after it was given weights.
 
         If they are too far apart, raises `ServerUnavailable`, so that it is given the weights again, and the second

@@ -51,7 +51,7 @@ class RequestQueue:
                 and not queued.server_future.cancelled()
                 and not queued.server_future.exception()
             ):
-                queued.server_future.result().outstanding -= 1
+                queued.server_future.result().load.outstanding -= 1
                 self.dispatch()
             raise
 
@@ -83,7 +83,7 @@ class RequestQueue:
                 continue
             self._assigned += 1
             round_robin = {server: (index - self._assigned) % len(available) for index, server in enumerate(available)}
-            server = min(available, key=lambda server: (server.outstanding, round_robin[server]))
-            server.outstanding += 1
+            server = min(available, key=lambda server: (server.load.outstanding, round_robin[server]))
+            server.load.outstanding += 1
             queued.server_future.set_result(server)
         self._queue.extendleft(reversed(without_server))

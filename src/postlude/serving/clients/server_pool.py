@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass, field
 
 from postlude.generate.protocol import Completion, Request
-from postlude.serving.clients.remote_server import BUSY_TIMEOUT, STATUS_TIMEOUT, RemoteServer, Weights
+from postlude.serving.clients.remote_server import BUSY_TIMEOUT, STATUS_TIMEOUT, RemoteServer, WeightsVersion
 from postlude.serving.clients.request_queue import ALIVE, RequestQueue
 from postlude.serving.errors import (
     InvalidResponse,
@@ -79,7 +79,7 @@ class ServerPool:
         self.servers = servers
         self.retries, self.backoff, self.concurrency = retries, backoff, concurrency
         self.outage_timeout = outage_timeout
-        self.weights: Weights | None = None
+        self.weights: WeightsVersion | None = None
         self.pending_replacements = 0
         """The number of servers that are being started to replace lost ones."""
         self.replacement_timeout = 0.0
@@ -130,7 +130,7 @@ class ServerPool:
                 attempts.failures += not isinstance(error, RequestCancelled)
                 self.fail(server, error, may_retry=True)
             finally:
-                server.outstanding -= 1
+                server.load.outstanding -= 1
                 await self._notify()
             await self._prepare_retry(attempts)
 
@@ -151,30 +151,24 @@ class ServerPool:
                 await asyncio.sleep(self._backoff_seconds(attempts.refusals))
 
     def _succeeded(self, server: RemoteServer) -> None:
-        server.failures, server.busy_replies, server.busy_since = 0, 0, None
-        server.capacity += 1.0 / server.capacity  # additive increase: +1 per `capacity` completions
+        server.failures = 0
+        server.load.complete()
         self._completed += 1
         self._outage_start, self._outage_logged = None, False
 
     def _back_off_busy(self, server: RemoteServer, error: ServerBusy) -> None:
         """Lowers the capacity of a busy server, and sends it no requests for a moment."""
         loop = asyncio.get_running_loop()
-        now = loop.time()
-        server.problem = str(error)
-        server.busy_since = server.busy_since or now
-        if server.state == "up" and now - server.busy_since >= max(self.outage_timeout, BUSY_TIMEOUT):
-            LOG.warning("%s %s for %g s. It is unavailable now.", server.url, error, now - server.busy_since)
+        server.problem, busy_seconds = str(error), server.load.reply_busy(loop.time())
+        if server.state == "up" and busy_seconds >= max(self.outage_timeout, BUSY_TIMEOUT):
+            LOG.warning("%s %s for %g s. It is unavailable now.", server.url, error, busy_seconds)
             self.counts.failed += 1
-            server.state, self._outage_start = "unavailable", self._outage_start or server.busy_since
-            return
-        server.capacity = max(1.0, min(server.capacity, float(server.outstanding - 1)))
-        if not server.backing_off:
-            server.backing_off = True
-            server.busy_replies += 1
-            loop.call_later(self._retry_delay(server, error, server.busy_replies), self._end_back_off, server)
+            server.state, self._outage_start = "unavailable", self._outage_start or server.load.busy_since
+        elif server.load.back_off():
+            loop.call_later(self._retry_delay(server, error, server.load.busy_replies), self._end_back_off, server)
 
     def _end_back_off(self, server: RemoteServer) -> None:
-        server.backing_off = False
+        server.load.backing_off = False
         self._queue.dispatch()
 
     def _backoff_seconds(self, times: int) -> float:
@@ -190,7 +184,7 @@ class ServerPool:
             )
         return max(min(retry_after, MAX_RETRY_AFTER), self._backoff_seconds(times))
 
-    async def reload(self, weights: Weights) -> None:
+    async def reload(self, weights: WeightsVersion) -> None:
         """Makes every server read new weights. A server gets no requests until it has them."""
         self.weights, self._outage_start = weights, None
         for server in self.servers:
@@ -206,7 +200,9 @@ class ServerPool:
         await asyncio.gather(*self._reloading.values())
         await self.wait_until_up()
 
-    async def _reload(self, server: RemoteServer, weights: Weights, previous_reload: asyncio.Task[None] | None) -> None:
+    async def _reload(
+        self, server: RemoteServer, weights: WeightsVersion, previous_reload: asyncio.Task[None] | None
+    ) -> None:
         try:
             if previous_reload is not None:
                 await asyncio.wait({previous_reload})
@@ -218,7 +214,7 @@ class ServerPool:
             server.pending_reloads -= 1
             await self._notify()
 
-    async def servers_to_update(self, weights: Weights) -> list[RemoteServer]:
+    async def servers_to_update(self, weights: WeightsVersion) -> list[RemoteServer]:
         """Makes these the newest weights. Returns the servers that reply and lack them, so that the caller sends them.
 
         Unavailable servers are tried once per version. A server that connects later gets the next update.
@@ -248,7 +244,7 @@ class ServerPool:
         except (ServerUnavailable, InvalidResponse) as error:
             self.fail(server, error)
 
-    async def confirm(self, server: RemoteServer, weights: Weights, *, timeout: float | None = None) -> None:
+    async def confirm(self, server: RemoteServer, weights: WeightsVersion, *, timeout: float | None = None) -> None:
         """Checks that a server has the weights that it was sent, and lets it take requests."""
         await server.confirm_version(weights)
         await server.compare_logprobs(weights, timeout=timeout)
@@ -366,10 +362,9 @@ class ServerPool:
 
     def _has_capacity(self, server: RemoteServer) -> bool:
         """Whether a server takes another request. After a failure it gets one at a time."""
-        if server.state != "up" or server.pending_reloads or server.backing_off:
+        if server.state != "up" or server.pending_reloads:
             return False
-        limit = 1 if server.failures else min(self.concurrency, int(min(server.capacity, 1 << 20)))
-        return server.outstanding < limit
+        return server.load.has_room(1 if server.failures else self.concurrency)
 
     def _check_usable(self, server: RemoteServer, completion: Completion) -> None:
         """Raises for a completion of an excluded server, or one sampled with weights that the server was not given."""

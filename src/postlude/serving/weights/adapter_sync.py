@@ -15,7 +15,7 @@ from postlude.engine import Engine
 from postlude.engine.base_weights import adapter_matrices, export_base
 from postlude.hf.peft import to_peft, write_adapter
 from postlude.serving.clients.client import GenerationClient
-from postlude.serving.clients.remote_server import Weights
+from postlude.serving.clients.remote_server import WeightsVersion
 from postlude.serving.errors import ServerError
 from postlude.serving.weights.sync import DiskSync, NetworkSync, SyncOptions, WeightSync
 from postlude.world.agreement import on_rank0
@@ -66,7 +66,7 @@ class AdapterSync(DiskSync):
         except OSError as error:
             raise ServerError(f"the adapter for servers could not be written: {error}") from error
         self.metrics["servers/write_seconds"] = time.perf_counter() - start
-        weights = Weights(str(base), version, self._probe, adapter_directory=str(path), adapter_name=POLICY)
+        weights = WeightsVersion(str(base), version, self._probe, adapter_directory=str(path), adapter_name=POLICY)
         return on_rank0(lambda: self._reload(weights, path), self.group)
 
     def _make_adapter_root(self) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 
 from postlude.serving.clients.api import SendRequest, ServerAPI, TensorSpecs
 from postlude.serving.clients.client import GenerationClient
-from postlude.serving.clients.remote_server import RemoteServer, Weights
+from postlude.serving.clients.remote_server import RemoteServer, WeightsVersion
 from postlude.serving.errors import InvalidResponse, RequestRefused, ServerUnavailable
 
 ServerCall = Callable[[ServerAPI, SendRequest], Awaitable[None]]
@@ -33,7 +33,7 @@ class TransferCoordinator:
     request waits longer than `timeout` seconds, since all ranks wait with it.
     """
 
-    def __init__(self, client: GenerationClient, weights: Weights, timeout: float | None = None) -> None:
+    def __init__(self, client: GenerationClient, weights: WeightsVersion, timeout: float | None = None) -> None:
         self.client, self.weights, self.timeout = client, weights, timeout
         self._start_time = time.perf_counter()
         self._servers: dict[str, RemoteServer] = {}

@@ -20,7 +20,7 @@ from postlude.generate.probe import Probe, WeightProbe
 from postlude.hf.checksum import checksum
 from postlude.options import SyncMethod
 from postlude.serving.clients.client import GenerationClient
-from postlude.serving.clients.remote_server import Weights
+from postlude.serving.clients.remote_server import WeightsVersion
 from postlude.serving.errors import ServerError
 from postlude.serving.weights.checksum_comparison import ChecksumComparison
 from postlude.serving.weights.transfer import WeightTransfer
@@ -150,9 +150,9 @@ class DiskSync(WeightSync):
                 "There must be room for two copies of the weights."
             ) from error
         self.metrics["servers/write_seconds"] = time.perf_counter() - start
-        return on_rank0(lambda: self._reload(Weights(str(path), version, self._probe), path), self.group)
+        return on_rank0(lambda: self._reload(WeightsVersion(str(path), version, self._probe), path), self.group)
 
-    def _reload(self, weights: Weights, path: Path) -> int:
+    def _reload(self, weights: WeightsVersion, path: Path) -> int:
         """Makes servers read weights that were written to `path`, and deletes older versions. Returns their bytes."""
         self.client.reload(weights, wait=self.options.wait)
         in_use = self.client.directories_in_use()
@@ -192,7 +192,7 @@ class NetworkSync(WeightSync):
 
     def _sync(self, version: str) -> int:
         """Sends until a server has the weights: servers that fail may come back. Raises when none is left."""
-        weights = Weights(None, version, self._probe)
+        weights = WeightsVersion(None, version, self._probe)
         while True:
             result = self.transfer.send(self._client, weights)
             if on_rank0(lambda: self.client.pool.count_up() > 0, self.group):

@@ -19,7 +19,7 @@ from postlude.engine import Engine
 from postlude.hf.checksum import word_sum
 from postlude.serving.clients.api import TensorSpecs
 from postlude.serving.clients.client import GenerationClient
-from postlude.serving.clients.remote_server import Weights
+from postlude.serving.clients.remote_server import WeightsVersion
 from postlude.serving.clients.vllm import SEND_BYTES
 from postlude.serving.weights.channel import Channel, ChannelRendezvous, open_all, send_all
 from postlude.serving.weights.coordinator import TransferCoordinator, TransferTarget, assign_ranks
@@ -64,7 +64,7 @@ class WeightTransfer:
         self.connect_counts: dict[str, int] = {}
         self.sender_ranks: dict[str, int] = {}
 
-    def send(self, client: GenerationClient | None, weights: Weights) -> TransferResult:
+    def send(self, client: GenerationClient | None, weights: WeightsVersion) -> TransferResult:
         """Sends the engine's weights to all servers that reply and lack them. Only rank 0 has a client.
 
         A server that fails is reported to its pool, and the others continue.
