@@ -248,3 +248,13 @@ def test_checkpoint_is_deleted_after_its_time_to_live(tmp_path: Path, monkeypatc
                     await asyncio.sleep(0.05)
 
     asyncio.run(run())
+
+
+def test_a_new_state_directory_is_for_its_owner(tmp_path: Path) -> None:
+    for name, mode in (("new", 0o700), ("shared", 0o755)):
+        if name == "shared":  # by the operator, whose choice stays
+            (tmp_path / name).mkdir(mode=mode)
+        state = StateDirectory(tmp_path / name)
+        state.open()
+        state.close()
+        assert (tmp_path / name).stat().st_mode & 0o777 == mode

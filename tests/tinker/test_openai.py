@@ -87,6 +87,8 @@ def test_invalid_request_gets_openai_error(tmp_path: Path) -> None:
                 assert sentence in reply.json["error"]["message"]
             other = await post(app, "/v1/completions", body, key="tml-two")
             assert other.status == 404
+            nested = await post(app, "/v1/completions", b'{"model":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+            assert (nested.status, "is nested too deeply" in nested.json["error"]["message"]) == (400, True)
             assert (await request(app, "POST", "/v1/completions", body, key=None)).status == 401
 
     asyncio.run(run())

@@ -82,8 +82,8 @@ class OpenAIApp:
             body = await self._app.read(request)
             try:
                 model = json.loads(body).get("model")
-            except (ValueError, AttributeError) as error:
-                raise APIError(400, "the request is not a JSON object.") from error
+            except (ValueError, AttributeError, RecursionError) as error:
+                raise APIError(400, "the request is not a JSON object, or is nested too deeply.") from error
             if not isinstance(model, str):
                 raise APIError(400, f"model is {model!r:.60}: give a base model or a tinker:// path.")
             routes = await self._routes_of(owner, model)

@@ -120,8 +120,9 @@ class StateDirectory:
 
     def open(self) -> None:
         """Locks the directory, finishes or removes what a kill left behind, and reads what was saved."""
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # others on this machine read no weights
         for name in ("sessions", "runs", "aside"):
-            (self.directory / name).mkdir(parents=True, exist_ok=True)
+            (self.directory / name).mkdir(exist_ok=True)
         self._lock = RunLock(self.directory, "--state")
         for leftover in self.scratch.iterdir():
             shutil.rmtree(leftover, ignore_errors=True)
