@@ -96,7 +96,7 @@ def test_tokens_with_other_experts_are_not_shared():
 def test_gathered_rows_and_gradients_equal_indexing(rows, seed):
     torch.manual_seed(seed)
     source = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
-    gathered = RowGather.of(np.array(rows), 7)(source)
+    gathered = RowGather(np.array(rows), 7)(source)
     upstream = torch.randn_like(gathered)
     expected = source[torch.tensor(rows)]
     assert torch.equal(gathered, expected)

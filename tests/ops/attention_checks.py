@@ -51,6 +51,46 @@ def test_equals_dense_float64(heads, kv_heads, widths, lengths, parts, window, s
     assert_alike(functools.partial(attention, tiles=SMALL), dense, inputs, queries, keys, scores, tolerance)
 
 
+TREE = (-1, 0, 1, 1, 0, -1, 5, 5, -1)
+TREE_LENGTHS = (40, 1, 33, 17, 5, 16, 1, 20, 3)
+
+
+def dense_along_paths(query, key, value, packing, _, scores):
+    rows, paths = [], []
+    for segment, (start, stop) in enumerate(packing.slices()):
+        above = [] if packing.parents[segment] < 0 else paths[packing.parents[segment]]
+        paths.append([*above, *range(start, stop)])
+        rows += paths[-1]
+    queries, keys = (Packing.from_lengths(lengths, DEVICE) for lengths in (packing.lengths, [*map(len, paths)]))
+    return dense(query, key[rows], value[rows], queries, keys, scores)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "widths", "window", "softcap", "sinks", "tiles"),
+    [
+        (2, 2, (16, 16), None, None, False, SMALL),
+        (4, 1, (20, 12), None, 1.5, True, SMALL),
+        (6, 2, (16, 32), 200, None, False, BY_TMA),
+    ],
+)
+def test_segments_see_what_they_continue(heads, kv_heads, widths, window, softcap, sinks, tiles) -> None:
+    packing = Packing.from_lengths(TREE_LENGTHS, DEVICE, parents=TREE)
+    dtype, tolerance = (torch.bfloat16, 1e-2) if DEVICE == "cuda" else (torch.float32, 1e-5)
+    shape = (TREE_LENGTHS, TREE_LENGTHS)
+    operands = tensors(heads, kv_heads, widths[0], *shape, value_width=widths[1], dtype=dtype, device=DEVICE)
+    inputs = [tensor.detach().requires_grad_() for tensor in operands[: 4 if sinks else 3]]
+    scores = ScoreConfig(scale=0.4, window=window, softcap=softcap)
+    run = functools.partial(attention, tiles=tiles)
+    assert_alike(run, dense_along_paths, inputs, packing, packing, scores, tolerance)
+
+
+def test_a_window_that_hides_keys_of_a_path_is_refused() -> None:
+    packing = Packing.from_lengths(TREE_LENGTHS, DEVICE, parents=TREE)
+    query, key, value, _ = tensors(2, 2, 16, TREE_LENGTHS, TREE_LENGTHS, device=DEVICE)
+    with pytest.raises(ValueError, match="a window of 60 tokens hides keys of segments that others continue"):
+        attention(query, key, value, packing, packing, ScoreConfig(scale=0.4, window=60), SMALL)
+
+
 def test_strided_inputs_are_read_in_place() -> None:
     packing = Packing.from_lengths(LONGER, device=DEVICE)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32

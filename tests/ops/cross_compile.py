@@ -144,8 +144,11 @@ def call_gated_delta() -> None:
     call.gradients(value, states)
 
 
-def call_attention(widths: tuple[int, int] = (128, 128), **config: float) -> None:
-    packing = Packing.from_lengths([TOKENS])
+def call_attention(
+    widths: tuple[int, int] = (128, 128), parents: tuple[int, ...] | None = None, **config: float
+) -> None:
+    lengths = [TOKENS // len(parents)] * len(parents) if parents else [TOKENS]
+    packing = Packing.from_lengths(lengths, parents=parents)
     query, key, value = bf16(TOKENS, 8, widths[0]), bf16(TOKENS, 2, widths[0]), bf16(TOKENS, 2, widths[1])
     call = attention.AttentionCall.of(
         (query, key, value), packing, packing, 0.1, config.get("window"), config.get("softcap")
@@ -291,6 +294,7 @@ CALLS = (
     ssd_call(64, 256),
     Call("gated_delta", "128", call_gated_delta),
     Call("attention", "128", call_attention),
+    Call("attention", "128, shared segments", partial(call_attention, parents=(-1, 0))),
     Call("attention", "64, window", partial(call_attention, (64, 64), window=64)),
     Call("attention_softcap", "256", partial(call_attention, (256, 256), softcap=50.0)),
     Call("attention_softcap", "192 and 128", partial(call_attention, (192, 128), softcap=50.0)),

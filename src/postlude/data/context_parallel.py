@@ -170,11 +170,14 @@ def _shard_trunk(microbatch: Microbatch, tree: SegmentTree, local: Microbatch, w
         positions=to_device(torch.from_numpy(positions), device),
         sequence_rows=_sequence_rows(chunks, tree, device),
     )
+    if chunks.cp.size == 1:
+        paths = Packing.from_lengths(sharded.packing.lengths, device, parents=tree.parents)
+        sharded = replace(sharded, packing=paths)
     by_segment = chunks.gathered_rows()
     by_sequence = [np.concatenate([by_segment[g][: tree.lengths[g]] for g in path]) for path in tree.paths]
     of_whole = np.where(whole.real, np.concatenate(by_sequence)[whole.whole_rows], 0)
-    predictions = np.stack((of_whole, local.targets.cpu().numpy()), 1)
-    distinct, first, copies_of = np.unique(predictions, axis=0, return_index=True, return_inverse=True)
+    targets = local.targets.cpu().numpy()
+    first_copies = _first_copies(of_whole, targets)
     pairs = [(segment, sequence) for sequence, path in enumerate(tree.paths) for segment in path]
     segment_of_pair, sequence_of_pair = (torch.tensor(column) for column in zip(*pairs, strict=True))
     multiplicity = torch.tensor(tree.multiplicities, dtype=torch.float32)[torch.from_numpy(chunks.sequence)]
@@ -182,12 +185,20 @@ def _shard_trunk(microbatch: Microbatch, tree: SegmentTree, local: Microbatch, w
         sharded,
         tree,
         to_device(multiplicity, device),
-        RowGather.of(of_whole[slice(*tp.block(len(of_whole)))], whole.cp.size * len(chunks.offset), device),
-        first_copies=to_device(torch.from_numpy(first[copies_of.reshape(-1)]), device),
-        distinct_targets=int((distinct[:, 1] != IGNORE).sum()),
+        RowGather(of_whole[slice(*tp.block(len(of_whole)))], whole.cp.size * len(chunks.offset), device),
+        first_copies=to_device(torch.from_numpy(first_copies), device),
+        distinct_targets=int((targets[first_copies == np.arange(len(targets))] != IGNORE).sum()),
         segment_of_pair=to_device(segment_of_pair, device),
         sequence_of_pair=to_device(sequence_of_pair, device),
     )
+
+
+def _first_copies(rows: Indices, targets: Indices) -> Indices:
+    """Returns, by position, one with the same row and target: the first with that row, if its target is the same."""
+    first = np.zeros(rows.max() + 1, dtype=np.int64)
+    first[rows[::-1]] = np.arange(len(rows))[::-1]  # the last value that is written stays
+    candidates = first[rows]
+    return np.where(targets[candidates] == targets, candidates, np.arange(len(rows)))
 
 
 def _sequence_rows(chunks: _Chunks, tree: SegmentTree | None, device: torch.device) -> SequenceRows:
@@ -216,8 +227,8 @@ def _sequence_rows(chunks: _Chunks, tree: SegmentTree | None, device: torch.devi
         axis=chunks.cp,
         queries=Packing.from_lengths(queries, device),
         keys=Packing.from_lengths(list(map(len, keys)), device),
-        key_rows=RowGather.of(np.concatenate(keys), gathered, device),
+        key_rows=RowGather(np.concatenate(keys), gathered, device),
         full_packing=Packing.from_lengths(list(map(len, full)), device),
-        full_rows=RowGather.of(full_rows, gathered, device),
+        full_rows=RowGather(full_rows, gathered, device),
         row_sources=to_device(torch.from_numpy(row_sources), device),
     )

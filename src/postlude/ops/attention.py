@@ -34,9 +34,10 @@ def attend(
     if is_batch_invariant():
         return _attend_invariant(query, key, value, queries, keys, score_config)
     if query.is_cuda:
-        if prefers_triton(query, (query.shape[-1], value.shape[-1]), score_config):
+        widths = query.shape[-1], value.shape[-1]
+        if queries.parents is not None or prefers_triton(query, widths, score_config):
             implementation = triton_packed_attention
-        elif max(query.shape[-1], value.shape[-1]) <= FLASH_WIDTH and flash_supports(query, score_config):
+        elif max(widths) <= FLASH_WIDTH and flash_supports(query, score_config):
             implementation = varlen_attention
     return implementation(query, key, value, queries, keys, score_config)
 
@@ -66,6 +67,21 @@ def prefers_triton(query: Tensor, widths: tuple[int, int], score_config: ScoreCo
         return use_kernel("attention_softcap", "auto", query.device, query.dtype)
     fast = all(16 <= width <= 128 and width.bit_count() == 1 for width in widths)
     return fast and use_kernel("attention", "auto", query.device, query.dtype)
+
+
+def attends_along_paths(query: Tensor, widths: tuple[int, int], packing: Packing, score_config: ScoreConfig) -> bool:
+    """Whether `attend` takes a packing whose segments continue others; if not, the keys of each path are gathered.
+
+    The Triton kernels do, unless a window hides keys. `widths` are those of keys and values.
+    """
+    if packing.parents is None or is_batch_invariant() or max(widths) > FLASH_WIDTH:
+        return False
+    window, kernel = score_config.window, "attention" if score_config.softcap is None else "attention_softcap"
+    return (
+        query.dtype in (torch.bfloat16, torch.float16)
+        and (window is None or window >= packing.longest_path)
+        and use_kernel(kernel, "auto", query.device, query.dtype)
+    )
 
 
 def flash_supports(query: Tensor, score_config: ScoreConfig) -> bool:
@@ -112,11 +128,12 @@ def triton_packed_attention(
     query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, score_config: ScoreConfig
 ) -> Tensor:
     """Attends to all sequences at once with the Triton kernels, for any config. CUDA, bf16 or fp16."""
-    _check_lengths(queries, keys)
+    if queries.parents is None:
+        _check_lengths(queries, keys)
     if queries.count == 0:
         return _empty_output(query, key, value, score_config)
-    long = queries is keys and queries.max_length >= CUDNN_MIN_LENGTH and not is_batch_invariant()
-    if long and prefers_cudnn(query, value, queries, score_config):
+    plain = queries is keys and queries.parents is None and not is_batch_invariant()
+    if plain and queries.max_length >= CUDNN_MIN_LENGTH and prefers_cudnn(query, value, queries, score_config):
         return _split_long(query, key, value, queries, score_config)
     from postlude.ops.kernels.attention import triton_attention  # needs triton
 
@@ -255,6 +272,11 @@ def _pad_heads(tensor: Tensor, width: int) -> Tensor:
 
 def _check_lengths(queries: Packing, keys: Packing) -> None:
     """Raises ValueError for queries that are not at the last positions of their keys."""
+    if queries.parents is not None:
+        raise ValueError(
+            "this attention has no segments that continue others. Gather the keys of each path, see "
+            "`attends_along_paths`."
+        )
     if queries is keys:
         return
     if queries.count != keys.count:

@@ -21,6 +21,9 @@ class Packing:
 
     lengths: tuple[int, ...]
     cu_seqlens: Tensor = field(compare=False)
+    parents: tuple[int, ...] | None = None
+    """Where sequences share their beginnings: by segment, the one that it continues, or -1. They are in the order of a
+    depth-first walk, so what continues a segment follows it."""
     tables: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -36,10 +39,16 @@ class Packing:
             )
 
     @classmethod
-    def from_lengths(cls, lengths: Sequence[int], device: torch.device | str | None = None) -> Packing:
+    def from_lengths(
+        cls,
+        lengths: Sequence[int],
+        device: torch.device | str | None = None,
+        *,
+        parents: tuple[int, ...] | None = None,
+    ) -> Packing:
         """Builds the packing of sequences with these `lengths`, with `cu_seqlens` on `device`."""
         boundaries = list(accumulate(lengths, initial=0))
-        return cls(tuple(lengths), to_device(torch.tensor(boundaries, dtype=torch.int32), device))
+        return cls(tuple(lengths), to_device(torch.tensor(boundaries, dtype=torch.int32), device), parents)
 
     @property
     def count(self) -> int:
@@ -55,6 +64,16 @@ class Packing:
     def max_length(self) -> int:
         """The length of the longest sequence, 0 when there is none."""
         return max(self.lengths, default=0)
+
+    @property
+    def longest_path(self) -> int:
+        """The length of the longest sequence, with what its segment continues."""
+        if self.parents is None:
+            return self.max_length
+        ends: list[int] = []
+        for length, parent in zip(self.lengths, self.parents, strict=True):
+            ends.append(length + (ends[parent] if parent >= 0 else 0))
+        return max(ends, default=0)
 
     def slices(self) -> list[tuple[int, int]]:
         """Returns `(start, stop)` of each sequence, as host integers."""
@@ -88,7 +107,7 @@ class Packing:
 
     def to(self, device: torch.device | str) -> Packing:
         """Returns the same packing with `cu_seqlens` on `device`."""
-        return Packing(self.lengths, to_device(self.cu_seqlens, device))
+        return Packing(self.lengths, to_device(self.cu_seqlens, device), self.parents)
 
 
 def to_device(tensor: Tensor, device: torch.device | str | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,27 +22,34 @@ class RowGather:
     """`gather(source)` returns `source[rows]`: [S, ...] -> [R, ...].
 
     The gradient of a row is summed over its copies in fp32 and always in the same order, unlike that of torch's
-    indexing on a GPU.
+    indexing on a GPU. Tables are made when they are first needed.
     """
 
-    rows: Tensor
-    """[R] int64."""
+    host_rows: NDArray[np.int64]
+    """[R], on the host."""
     source_rows: int
     """S, the number of rows of a source."""
-    copies: tuple[tuple[Tensor, Tensor], ...]
-    """For each number n ≥ 1 of copies: the source rows with n copies [u], and their indices in `rows` [u, n]."""
+    device: torch.device | str | None = None
 
-    @classmethod
-    def of(cls, rows: NDArray[np.int64], source_rows: int, device: torch.device | str | None = None) -> RowGather:
-        """Returns the gather of these rows, with its tables on `device`."""
-        counts = np.bincount(rows, minlength=source_rows)
-        by_source, ends = np.argsort(rows, kind="stable"), np.cumsum(counts)
+    @cached_property
+    def rows(self) -> Tensor:
+        """[R] int64."""
+        return self._on_device(self.host_rows)
+
+    @cached_property
+    def copies(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """For each number n ≥ 1 of copies: the source rows with n copies [u], and their indices in `rows` [u, n]."""
+        counts = np.bincount(self.host_rows, minlength=self.source_rows)
+        by_source, ends = np.argsort(self.host_rows, kind="stable"), np.cumsum(counts)
         copies = []
         for count in np.unique(counts[counts > 0]):
             sources = np.flatnonzero(counts == count)
-            copies.append((sources, by_source[(ends[sources] - count)[:, None] + np.arange(count)]))
-        tables = [tuple(to_device(torch.from_numpy(table), device) for table in pair) for pair in copies]
-        return cls(to_device(torch.from_numpy(rows), device), source_rows, tuple((a, b) for a, b in tables))
+            indices = by_source[(ends[sources] - count)[:, None] + np.arange(count)]
+            copies.append((self._on_device(sources), self._on_device(indices)))
+        return tuple(copies)
+
+    def _on_device(self, array: NDArray[np.int64]) -> Tensor:
+        return to_device(torch.from_numpy(array), self.device)
 
     def __call__(self, source: Tensor) -> Tensor:
         """Returns the rows, [R, ...]."""
@@ -67,8 +75,7 @@ class RowGather:
 
     def to(self, device: torch.device | str) -> RowGather:
         """Returns the same gather with its tables on `device`."""
-        copies = tuple((to_device(sources, device), to_device(rows, device)) for sources, rows in self.copies)
-        return RowGather(to_device(self.rows, device), self.source_rows, copies)
+        return RowGather(self.host_rows, self.source_rows, device)
 
 
 class _Gather(Function):

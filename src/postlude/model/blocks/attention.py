@@ -27,7 +27,7 @@ from postlude.model.parallel import (
     sharded_parameter,
 )
 from postlude.ops.activation import gated_activation
-from postlude.ops.attention import ScoreConfig, attend
+from postlude.ops.attention import ScoreConfig, attend, attends_along_paths
 from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.decode_linear import linear_add, norm_linear
 from postlude.ops.norm import Norm
@@ -262,11 +262,11 @@ class Attention(Block):
         score_config = self._score_config()
         if context.decode_state is not None:
             return context.decode_state.attend(self.name, query, key, value, score_config)
-        sequence_rows = context.microbatch.sequence_rows
-        if sequence_rows is None:
+        sequence_rows, widths = context.microbatch.sequence_rows, (key.shape[-1], value.shape[-1])
+        if sequence_rows is None or attends_along_paths(query, widths, context.packing, score_config):
             return attend(query, key, value, context.packing, context.packing, score_config)
         gathered = gather_from_sequence(torch.cat((key, value), dim=-1), sequence_rows.axis.group)
-        key, value = sequence_rows.key_rows(gathered).split((key.shape[-1], value.shape[-1]), dim=-1)
+        key, value = sequence_rows.key_rows(gathered).split(widths, dim=-1)
         return attend(query, key, value, sequence_rows.queries, sequence_rows.keys, score_config)
 
 

@@ -18,7 +18,7 @@ from postlude.model.blocks.block import Block
 from postlude.model.config import ModelConfig
 from postlude.model.context import AttendCache, ForwardContext, Inputs, Stores
 from postlude.model.parallel import ColumnLinear, Linear, RMSNorm, RowLinear, local
-from postlude.ops.attention import ScoreConfig, attend
+from postlude.ops.attention import ScoreConfig, attend, attends_along_paths
 from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.packing import Packing
 from postlude.ops.rotary import RotaryConfig, deinterleave_pairs, rotate_heads
@@ -166,12 +166,13 @@ class LatentAttention(Block):
             query_rotated, key_rotated = deinterleave_pairs(query_rotated), deinterleave_pairs(key_rotated)
         query_rotated, key_rotated = rotate_heads(query_rotated, key_rotated[:, None], table)
         latent = torch.cat((latent, key_rotated[:, 0]), dim=-1)  # [T, latent + rope]
+        sequence_rows, widths = context.microbatch.sequence_rows, (config.query_dim, config.value_dim)
         if context.decode_state is not None:
             heads = context.decode_state.attend_latents(
                 self.name, (query_part, query_rotated, latent), (latent[:, None],), self._decode, self._prefill
             )
-        elif context.microbatch.sequence_rows is not None:
-            heads = self._attend_rows((query_part, query_rotated, latent), context.microbatch.sequence_rows)
+        elif sequence_rows is not None and not attends_along_paths(query, widths, context.packing, config.score_config):
+            heads = self._attend_rows((query_part, query_rotated, latent), sequence_rows)
         else:
             heads = self._prefill((query_part, query_rotated, latent), context.packing)
         output: Tensor = self.o_proj(heads.flatten(-2))

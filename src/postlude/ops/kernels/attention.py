@@ -125,19 +125,53 @@ def _tile_offsets(packing: Packing, step: int) -> tuple[Array, Array]:
 
 
 def _query_table(queries: Packing, keys: Packing, window: int | None, step: int) -> Array:
-    """[tiles, 4]: first row, rows to the sequence's end, first row of its keys, position of the first query."""
+    """[tiles, 4]: first row, rows to the sequence's end, first row of its keys, position of the first query.
+
+    With parents [tiles, 6]: also the first run of keys in front of the segment, and their number.
+    """
     sequence, offset = _tile_offsets(queries, step)
     (first, count), (key, key_count) = (_starts_and_lengths(packing, sequence) for packing in (queries, keys))
     rows_left, position = count - offset, key_count - count + offset
     visible_keys = np.minimum(position + np.minimum(rows_left, step), (window or keys.max_length) + step)
-    return _longest_first(visible_keys, first + offset, rows_left, key, position)
+    if queries.parents is None:
+        return _longest_first(visible_keys, first + offset, rows_left, key, position)
+    run_lengths = [[queries.lengths[segment] for segment in path] for path in _paths_above(queries)]
+    tokens_above, run_counts = np.array([*map(sum, run_lengths)]), np.array([*map(len, run_lengths)])
+    runs = run_counts.cumsum() - run_counts, run_counts
+    columns = first + offset, rows_left, key, position, *(column[sequence] for column in runs)
+    return _longest_first(visible_keys + tokens_above[sequence], *columns)
+
+
+def _run_table(queries: Packing, keys: Packing, window: int | None, step: int) -> Array:
+    """[runs, 2], first row and length of each segment in front of each segment."""
+    above = np.array([segment for path in _paths_above(queries) for segment in path], dtype=np.int64)
+    return np.stack(_starts_and_lengths(queries, above), 1).astype(np.int32)
+
+
+def _paths_above(queries: Packing) -> list[tuple[int, ...]]:
+    """Returns the segments in front of each segment."""
+    paths: list[tuple[int, ...]] = []
+    for parent in queries.parents or ():
+        paths.append(() if parent < 0 else (*paths[parent], parent))
+    return paths
 
 
 def _key_table(queries: Packing, keys: Packing, window: int | None, step: int) -> Array:
-    """[tiles, 6]: first row, rows to the sequence's end, position, first query row, queries, keys before the first."""
+    """[tiles, 6]: first row, rows to the sequence's end, position, first query row, queries, keys before the first.
+
+    With parents the queries are those of the segment and of all that continue it, which follow it: a query sees a key
+    unless its row is before the key's.
+    """
     sequence, offset = _tile_offsets(keys, step)
     (first, count), (key, key_count) = (_starts_and_lengths(packing, sequence) for packing in (queries, keys))
     before = key_count - count
+    if queries.parents is not None:
+        tokens = np.array(queries.lengths)
+        for segment in reversed(range(len(tokens))):
+            if queries.parents[segment] >= 0:
+                tokens[queries.parents[segment]] += tokens[segment]
+        count = tokens[sequence]
+        return _longest_first(count - offset, key + offset, key_count - offset, offset, first, count, before)
     query_count = np.minimum(count - np.maximum(offset - before, 0), (window or keys.max_length) + step)
     return _longest_first(query_count, key + offset, key_count - offset, offset, first, count, before)
 
@@ -169,6 +203,7 @@ def _forward(
     value: Tensor,
     sinks: Tensor | None,
     table: Tensor,
+    runs: Tensor | None,
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -184,7 +219,7 @@ def _forward(
     operands = _as_operand(key, tile_sizes.keys, 1, tile_sizes), _as_operand(value, tile_sizes.keys, 1, tile_sizes)
     _launch_forward(
         (heads // pack * len(table), 1, 1),
-        (query, *operands, sinks, output, lse, table),
+        (query, *operands, sinks, output, lse, table, runs),
         (scale, window or 0, softcap or 1.0),
         (*_strides_and_heads(query, key, value), *_constants(query, value, group, pack, tile_sizes, window, softcap)),
         tile_sizes.warps,
@@ -196,8 +231,8 @@ def _forward(
 # An operator, so that selective recompute keeps its result. `custom_op` would take longer than a launch.
 _LIBRARY = torch.library.Library("postlude", "FRAGMENT")
 _LIBRARY.define(
-    "attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor table, float scale, int? window, "
-    "float? softcap, int[] tile) -> (Tensor, Tensor)"
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor table, Tensor? runs, float scale, "
+    "int? window, float? softcap, int[] tile) -> (Tensor, Tensor)"
 )
 _LIBRARY.impl("attention", _forward, "CompositeExplicitAutograd")
 
@@ -225,8 +260,17 @@ class AttentionCall:
         tiles: AttentionTiles | None = None,
     ) -> AttentionCall:
         """Builds the call for `inputs` (query, key, value), with the tiles for their widths unless given."""
-        needed_window = None if window is not None and window >= keys.max_length else window
+        needed_window = None if window is not None and window >= keys.longest_path else window
+        if needed_window is not None and queries.parents is not None:
+            raise ValueError(
+                f"a window of {window} tokens hides keys of segments that others continue. Gather the keys of paths."
+            )
         return cls(queries, keys, scale, needed_window, softcap, tiles or tiles_for(*inputs))
+
+    @property
+    def runs(self) -> Tensor | None:
+        """The runs of keys in front of segments; None where sequences share nothing."""
+        return None if self.queries.parents is None else _table(_run_table, self.queries, self.keys, None, 0)
 
     @property
     def numbers(self) -> tuple[float, int, float]:
@@ -255,7 +299,8 @@ def forward(
     pack = _packed_heads(group, tile.rows)
     table = _table(_query_table, attention_call.queries, attention_call.keys, attention_call.window, tile.rows // pack)
     tile_sizes = [tile.rows, tile.keys, tile.warps, tile.stages, tile.tma]
-    output, lse = torch.ops.postlude.attention(query, key, value, sinks, table, *score_options, tile_sizes)
+    runs = attention_call.runs
+    output, lse = torch.ops.postlude.attention(query, key, value, sinks, table, runs, *score_options, tile_sizes)
     return output, lse
 
 
@@ -286,7 +331,7 @@ def backward(
         (heads // pack * len(table), 1, 1),
         (
             *(query, _as_operand(key, tile.keys, 1, tile), _as_operand(value, tile.keys, 1, tile)),
-            *(output, gradient, lse, delta, grad_query, table),
+            *(output, gradient, lse, delta, grad_query, table, call.runs),
         ),
         call.numbers,
         (*strides_and_heads, *_constants(query, value, group, pack, tile, window, softcap)),

@@ -1,6 +1,7 @@
 """Device code of `kernels/attention.py`: forward, the queries' gradient, the keys' and values' gradient.
 
-`table` has a row for each tile. The programs of all heads of one tile follow one another. Scores are in base 2.
+`table` has a row for each tile. The programs of all heads of one tile follow one another. Scores are in base 2. `runs`
+are rows of keys that a tile's queries see in front of their own segment, where sequences share tokens; else None.
 
 WIDTH and VALUE are the widths of key and value heads; WIDE and VALUE_WIDE are the powers of two that hold them. GROUP
 query heads share a key head, and a tile holds PACK of them. Parameters `x_stride` and `x_head` are strides of x: from
@@ -141,9 +142,15 @@ def _query_borders(
     return start, full, full_stop, stop
 
 
+@triton.jit
+def _query_entry(table, runs, tile):
+    """Returns where the table's row of a tile of queries starts."""
+    return table + tile * (4 if runs is None else 6)
+
+
 @triton.jit(do_not_specialize=["scale", "window", "softcap"])
 def forward_kernel(
-    query, key, value, sinks, output, lse, table, scale, window, softcap,
+    query, key, value, sinks, output, lse, table, runs, scale, window, softcap,
     query_stride: tl.constexpr, query_head: tl.constexpr, key_stride: tl.constexpr, key_head: tl.constexpr,
     value_stride: tl.constexpr, value_head: tl.constexpr, heads: tl.constexpr,
     WIDTH: tl.constexpr, VALUE: tl.constexpr, WIDE: tl.constexpr, VALUE_WIDE: tl.constexpr, GROUP: tl.constexpr,
@@ -152,7 +159,7 @@ def forward_kernel(
 ):  # fmt: skip
     """Computes the output and lse of one tile of queries."""
     parts = heads // PACK
-    entry, part = table + tl.program_id(0) // parts * 4, tl.program_id(0) % parts
+    entry, part = _query_entry(table, runs, tl.program_id(0) // parts), tl.program_id(0) % parts
     first, rows_left, key_row, position = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     lane = tl.arange(0, QUERIES * PACK)
     row, head = lane // PACK, part * PACK + lane % PACK
@@ -180,6 +187,25 @@ def forward_kernel(
             borders[part], borders[part + 1], borders[3], scale, window, softcap,
             WIDTH, VALUE, WIDE, VALUE_WIDE, KEYS, WINDOW, SOFTCAP, part != 1, TMA,
         )  # fmt: skip
+    if runs is not None:
+        first_run, run_count = tl.load(entry + 4), tl.load(entry + 5)
+        for run in range(first_run, first_run + run_count):
+            run_row, length = tl.load(runs + run * 2), tl.load(runs + run * 2 + 1)
+            run_keys, run_values = key, value
+            if not TMA:
+                run_keys += run_row.to(tl.int64) * key_stride + kv_head * key_head
+                run_values += run_row.to(tl.int64) * value_stride + kv_head * value_head
+            whole, last_key = length // KEYS * KEYS, length - 1 + 0 * row  # every query sees all of the run
+            state, total, maximum = _forward_tiles(
+                state, total, maximum, query_tile, run_keys, key_stride, run_values, value_stride, run_row, kv_head,
+                last_key, 0, whole, length, scale, window, softcap,
+                WIDTH, VALUE, WIDE, VALUE_WIDE, KEYS, False, SOFTCAP, False, TMA,
+            )  # fmt: skip
+            state, total, maximum = _forward_tiles(
+                state, total, maximum, query_tile, run_keys, key_stride, run_values, value_stride, run_row, kv_head,
+                last_key, whole, length, length, scale, window, softcap,
+                WIDTH, VALUE, WIDE, VALUE_WIDE, KEYS, False, SOFTCAP, True, TMA,
+            )  # fmt: skip
     index = (first + row).to(tl.int64) * heads + head
     tl.store(lse + index, (maximum + tl.log2(total)) * (1.0 / LOG2E), mask=valid)
     state = state / total[:, None]
@@ -216,7 +242,7 @@ def _query_gradient_tiles(
 
 @triton.jit(do_not_specialize=["scale", "window", "softcap"])
 def query_gradient_kernel(
-    query, key, value, output, gradient, lse, delta, grad_query, table, scale, window, softcap,
+    query, key, value, output, gradient, lse, delta, grad_query, table, runs, scale, window, softcap,
     query_stride: tl.constexpr, query_head: tl.constexpr, key_stride: tl.constexpr, key_head: tl.constexpr,
     value_stride: tl.constexpr, value_head: tl.constexpr, heads: tl.constexpr,
     WIDTH: tl.constexpr, VALUE: tl.constexpr, WIDE: tl.constexpr, VALUE_WIDE: tl.constexpr, GROUP: tl.constexpr,
@@ -225,7 +251,7 @@ def query_gradient_kernel(
 ):  # fmt: skip
     """Computes the gradient of one tile of queries, and `delta`, Σ output · gradient, for the other kernel."""
     parts = heads // PACK
-    entry, part = table + tl.program_id(0) // parts * 4, tl.program_id(0) % parts
+    entry, part = _query_entry(table, runs, tl.program_id(0) // parts), tl.program_id(0) % parts
     first, rows_left, key_row, position = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     lane = tl.arange(0, QUERIES * PACK)
     row, head = lane // PACK, part * PACK + lane % PACK
@@ -253,6 +279,25 @@ def query_gradient_kernel(
             kv_head, query_position, borders[part], borders[part + 1], borders[3], scale, window, softcap, WIDTH, VALUE,
             WIDE, VALUE_WIDE, KEYS, WINDOW, SOFTCAP, part != 1, TMA,
         )  # fmt: skip
+    if runs is not None:
+        first_run, run_count = tl.load(entry + 4), tl.load(entry + 5)
+        for run in range(first_run, first_run + run_count):
+            run_row, length = tl.load(runs + run * 2), tl.load(runs + run * 2 + 1)
+            run_keys, run_values = key, value
+            if not TMA:
+                run_keys += run_row.to(tl.int64) * key_stride + kv_head * key_head
+                run_values += run_row.to(tl.int64) * value_stride + kv_head * value_head
+            whole, last_key = length // KEYS * KEYS, length - 1 + 0 * row
+            grad_sum = _query_gradient_tiles(
+                grad_sum, query_tile, grad_tile, lse_tile, delta_tile, run_keys, key_stride, run_values, value_stride,
+                run_row, kv_head, last_key, 0, whole, length, scale, window, softcap, WIDTH, VALUE,
+                WIDE, VALUE_WIDE, KEYS, False, SOFTCAP, False, TMA,
+            )  # fmt: skip
+            grad_sum = _query_gradient_tiles(
+                grad_sum, query_tile, grad_tile, lse_tile, delta_tile, run_keys, key_stride, run_values, value_stride,
+                run_row, kv_head, last_key, whole, length, length, scale, window, softcap, WIDTH, VALUE,
+                WIDE, VALUE_WIDE, KEYS, False, SOFTCAP, True, TMA,
+            )  # fmt: skip
     mask = valid[:, None] & (feature < WIDTH)[None, :]
     grad_query_at = grad_query + index[:, None] * WIDTH + feature[None, :]
     tl.store(grad_query_at, (grad_sum * scale).to(grad_query.dtype.element_ty), mask=mask)
