@@ -19,7 +19,6 @@ PACKAGES = (
     "version",
     "error_output",
     "user_code",
-    "secret_names",
     "checks",
     "options",
     "layout",

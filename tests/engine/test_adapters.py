@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from postlude import Batch, Engine, Layout, Loss, OutputInputs
-from postlude.engine.adapter_state import load_adapter_state, save_adapter_state
 from postlude.engine.adapters import add_adapter, export_adapter, load_adapter, remove_adapter, stream_adapters
+from postlude.engine.base_weights import load_adapter_state, save_adapter_state
 from postlude.lora import LoRA
 from postlude.model.adapters import is_adapter
 from postlude.model.parallel import local_shard

@@ -34,7 +34,6 @@ from postlude.ops.kernels import (
     experts,
     fp8,
     gated_delta,
-    grouped_wgrad,
     invariant_attention,
     invariant_linear,
     linear_logprobs_fused,
@@ -106,7 +105,7 @@ def call_grouped_wgrad() -> None:
     gradient, rows = bf16(TOKENS, 2 * 768)[:, 768:], bf16(TOKENS, 2048)
     for is_empty in (False, True):
         ends = integers(8, dtype=torch.int32)
-        grouped_wgrad.add_products(fp32(8, 768, 2048), gradient, rows, ends, is_empty=is_empty)
+        experts.add_products(fp32(8, 768, 2048), gradient, rows, ends, is_empty=is_empty)
 
 
 def call_fp8() -> None:

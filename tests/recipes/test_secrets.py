@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from postlude.hf.export import ModelCard
+from postlude.pool.limits import is_secret_name
 from postlude.recipes.config.load import load, to_yaml
 from postlude.recipes.config.policy_configs import GRPOConfig
 from postlude.recipes.config.schema import plain
@@ -19,7 +20,6 @@ from postlude.recipes.config.secrets import MASK, mask, mask_arguments
 from postlude.recipes.report.page import write_report
 from postlude.recipes.run.directory import open_run, read_config, read_record
 from postlude.recipes.run.start_mode import resume_command
-from postlude.secret_names import is_secret_name
 
 WORDS = (
     "--rollout=vllm",

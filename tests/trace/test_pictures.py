@@ -4,8 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from postlude.trace.chrome import chrome_events
-from postlude.trace.spans import Span, SpanKind, exchange_seconds, starting_at_zero
+from postlude.trace.spans import Span, SpanKind, chrome_events, exchange_seconds, starting_at_zero
 from postlude.trace.svg import COLOURS, LEFT, WIDTH, Timeline, render_svg
 
 

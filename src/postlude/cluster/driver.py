@@ -1,4 +1,7 @@
-"""The driver: starts a run's ranks on a Ray cluster, shows their output, and restarts them when one is lost."""
+"""The driver: starts a run's ranks on a Ray cluster, shows their output, and restarts them when one is lost.
+
+`run_service_on_ray` starts ranks that serve, not a recipe: one function on all of them, until all return.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,7 @@ from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import Runtime
 from postlude.recipes.run.signals import DUPLICATE_SECONDS, StopRequested, announce_stop
 from postlude.recipes.run.start_mode import StartMode
+from postlude.world.devices import default_device
 from postlude.world.failure_report import GRACE, RankError
 from postlude.world.signals import SIGNALS, ending_signals
 
@@ -221,3 +225,43 @@ def _newest_checkpoint(job: RayJob) -> str:
     """Returns the name of the newest checkpoint; empty if there is none."""
     checkpoints = RunDirectory(Path(job.config.run)).checkpoints()
     return checkpoints[-1].name if checkpoints else ""
+
+
+def node_address() -> str:
+    """Returns the address of this machine for the nodes of the cluster."""
+    from ray.util import get_node_ip_address
+
+    return str(get_node_ip_address())
+
+
+def run_service_on_ray(
+    function: Callable[..., Any], *args: Any, address: str, ranks: int, timeout: float, device: str | None
+) -> None:
+    """Runs function(*args) on ranks of a cluster, and prints their output. Raises the error of the first that fails.
+
+    It waits `timeout` seconds for resources: a GPU for each rank on "cuda", and a CPU. A signal is forwarded to the
+    ranks. When one is lost, the others are ended.
+    """
+    device = device or default_device()
+    cpus = max(1, (os.cpu_count() or 1) // ranks) if address == LOCAL and device == "cpu" else 1
+    needs = ResourceNeeds(ranks, cpus, 1.0 if device == "cuda" else 0.0)
+    with connected_to_ray(address, needs), DriverSignals() as signals:
+        import ray
+
+        actors = RankActors(needs, signals.check_before_start, timeout, wait_for_nodes=address != LOCAL)
+        relay, display, forwarded = start_relay(ranks), DriverDisplay(), False
+        try:
+            options = {"nproc": ranks, "timeout": timeout, "device": device}
+            actors.start(partial(function, *args), relay, options)
+            while not actors.poll():
+                display.show(ray.get(relay.take.remote(0.2)))
+                signals.check()
+                if signals.first and not forwarded:
+                    forwarded = True
+                    relay.send_signal.remote(signals.first)
+            display.show(ray.get(relay.take.remote(0.0)))
+        finally:
+            actors.stop()
+            ray.kill(relay)
+        if actors.failed:
+            raise failure_of(actors.results, ranks).error

@@ -22,9 +22,8 @@ from postlude.hf.read_model import read_model
 from postlude.layout import Layout
 from postlude.objectives import MTP, SFT
 from postlude.options import ZERO_BUBBLE, Overlap
-from postlude.trace.chrome import chrome_events
 from postlude.trace.recorder import Recording
-from postlude.trace.spans import Span, starting_at_zero
+from postlude.trace.spans import Span, chrome_events, starting_at_zero
 from postlude.trace.svg import Timeline, render_svg
 from postlude.training_options import TrainingOptions
 from postlude.verify.cases import resolve_source

@@ -2,8 +2,7 @@
 
 from postlude.engine.engine import Engine
 from postlude.engine.options import EngineOptions
-from postlude.engine.result import PassResult, StepResult
-from postlude.engine.token_scores import TokenScores
+from postlude.engine.result import PassResult, StepResult, TokenScores
 from postlude.optimizer import SGD, AdamW, LRSchedule
 
 __all__ = ["SGD", "AdamW", "Engine", "EngineOptions", "LRSchedule", "PassResult", "StepResult", "TokenScores"]

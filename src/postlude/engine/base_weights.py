@@ -1,15 +1,20 @@
-"""The frozen model and the adapter of an engine apart from each other, for samplers that apply adapters unmerged."""
+"""The frozen model and the adapters of an engine apart from each other, for samplers that apply adapters unmerged.
+
+The training state of one adapter has a directory of its own: weights, moments and step counts, which any layout loads.
+It is a checkpoint of an engine whose only adapter it is (`checkpoint.py`), without the states of random generators.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from postlude.engine.adapters import stream_adapters
+from postlude.engine import checkpoint
+from postlude.engine.adapters import AdaptedModel, stream_adapters
 from postlude.engine.export import Exported, Untied, export
 from postlude.engine.streaming import WeightDelta, copy_into, plan_buckets, plan_tensors, stream
 from postlude.lora import AdapterConfigs
@@ -56,3 +61,30 @@ def adapter_matrices(engine: Engine) -> tuple[AdapterConfigs, dict[str, tuple[Te
     """
     tensors, configs = dict(stream_adapters(engine)), engine.adapters.configs
     return configs, {name: (tensors[f"{name}.adapter.a"], tensors[f"{name}.adapter.b"]) for name in configs}
+
+
+def save_adapter_state(
+    engine: AdaptedModel,
+    directory: str | os.PathLike[str],
+    *,
+    name: str | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes the training state of an adapter, by default the active one, to a new directory. Every rank calls it."""
+    engine.failure_state.check()
+    writer = checkpoint.CheckpointWriter()
+    writer.save(engine, directory, extra, adapter=engine.training_states[engine.adapters.resolve(name)])
+    writer.finish()
+    writer.close()
+
+
+def load_adapter_state(
+    engine: AdaptedModel, directory: str | os.PathLike[str], *, name: str | None = None
+) -> dict[str, Any]:
+    """Restores the training state of an adapter, by default the active one. Returns the saved `extra`.
+
+    The name may be another than it was saved under. If there is no such adapter, it is made as it was saved. Its
+    gradients are freed. Other adapters and random generators do not change. Every rank calls it.
+    """
+    engine.failure_state.check()
+    return checkpoint.load(engine, directory, adapter=engine.adapters.resolve_or_new(name))

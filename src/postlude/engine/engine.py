@@ -26,12 +26,18 @@ from postlude.engine.normalizer import LossNormalizer, MetricAccumulator, Metric
 from postlude.engine.objective_processor import ObjectiveProcessor
 from postlude.engine.options import EngineOptions, takes_options
 from postlude.engine.reference import Reference
-from postlude.engine.result import Outputs, PassResult, StepResult
-from postlude.engine.split_weights import loading_in_fp32
+from postlude.engine.result import (
+    Outputs,
+    PassResult,
+    StepResult,
+    TokenProcessor,
+    TokenScores,
+    logprob_processor,
+    topk_processor,
+)
 from postlude.engine.stages import StageBuilder
 from postlude.engine.state_offload import StateOffload
-from postlude.engine.token_scores import TokenProcessor, TokenScores, logprob_processor, topk_processor
-from postlude.engine.training_state import TrainingState, TrainingStateProperties
+from postlude.engine.training_state import TrainingState, TrainingStateProperties, loading_in_fp32
 from postlude.hf.export import ModelCard, hf_export_config
 from postlude.hf.load import init_or_load_weights
 from postlude.hf.model_source import Recast, Source

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from postlude.data import Batch
 from postlude.engine.adapters import AdaptedModel
-from postlude.engine.token_scores import TokenScores
+from postlude.engine.result import TokenScores
 from postlude.engine.training_state import TrainingState
 from postlude.model.parallel import local_shard
 

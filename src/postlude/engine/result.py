@@ -1,18 +1,24 @@
-"""The results of a pass and of an optimizer step."""
+"""The results of a pass and of an optimizer step, and values per token: log-probs, entropies, top-k."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor
+
+from postlude.data.microbatch import IGNORE
+from postlude.model import OutputInputs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from postlude.objectives.loss import Reduction
 
-
 Outputs: TypeAlias = "Mapping[str, list[Tensor]]"
+TokenProcessor = Callable[[OutputInputs], Mapping[str, Tensor]]  # returns values [T, ...] by name
 
 
 @dataclass(frozen=True)
@@ -41,3 +47,38 @@ class StepResult:
     grad_norm: float
     lr: float
     skipped: bool
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Per sequence in the caller's order, on the CPU: entry i is of token i given those before it. Entry 0 is 0."""
+
+    logprob: list[Tensor]
+    entropy: list[Tensor] | None = None
+
+
+def logprob_processor(entropy: bool) -> TokenProcessor:
+    """Returns a processor for the log-probs of the targets and, on request, the entropies."""
+
+    def processor(inputs: OutputInputs) -> dict[str, Tensor]:
+        targets, count, trunk = inputs.microbatch.targets, inputs.microbatch.target_count, inputs.microbatch.trunk
+        if trunk is not None:  # equal predictions are computed once
+            is_copy = trunk.first_copies != torch.arange(len(targets), device=targets.device)
+            targets, count = targets.masked_fill(is_copy, IGNORE), trunk.distinct_targets
+        stats = inputs.head.logprobs(inputs.hidden, targets, target_count=count, entropy=entropy)
+        values = {"logprob": stats.logprob} | ({} if stats.entropy is None else {"entropy": stats.entropy})
+        return values if trunk is None else {name: value[trunk.first_copies] for name, value in values.items()}
+
+    return processor
+
+
+def topk_processor(k: int, vocab_size: int) -> TokenProcessor:
+    """Returns a processor for the k likeliest tokens at every position."""
+    if not 1 <= k <= vocab_size:
+        raise ValueError(f"topk(k={k}): k counts tokens of the vocabulary; use 1 to {vocab_size}.")
+
+    def processor(inputs: OutputInputs) -> dict[str, Tensor]:
+        logprobs, ids = inputs.head.topk(inputs.hidden, k)
+        return {"logprobs": logprobs, "ids": ids}
+
+    return processor

@@ -5,7 +5,8 @@ An engine has one. With LoRA it has one per adapter, and one of the model alone,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 from postlude.engine import gradients, optimizers
 from postlude.engine.stages import StageBuilder, Stages
 from postlude.lora import AdapterConfigs
+from postlude.model import LanguageModel
 from postlude.model.adapters import is_adapter
 from postlude.model.parallel import local_shard
+from postlude.ops.adamw_storage import split_halves
 from postlude.optimizer import AdamW, OptimizerConfig
 
 
@@ -201,3 +204,30 @@ class TrainingStateProperties:
     def skipped(self) -> int:
         """Optimizer steps whose gradient norm was not finite."""
         return self.training_state.skipped
+
+
+@contextmanager
+def loading_in_fp32(stage: LanguageModel, low_bits: dict[str, Tensor]) -> Iterator[None]:
+    """Makes the trained bf16 parameters of a stage fp32 in the block, and splits their values after it.
+
+    The nearest bf16 numbers become the parameters again. The lower bits go to `low_bits` by name.
+    """
+    names = [name for name, parameter in stage.named_parameters() if _is_narrow(parameter)]
+    for name in names:
+        _replace(stage, name, stage.get_parameter(name).detach().float())
+    yield
+    for name in names:
+        wide = stage.get_parameter(name).detach()
+        high, low_bits[name] = split_halves(local_shard(wide))
+        narrow = wide.to(torch.bfloat16)
+        local_shard(narrow).copy_(high)  # ties are rounded as the optimizer does
+        _replace(stage, name, narrow)
+
+
+def _is_narrow(parameter: nn.Parameter) -> bool:
+    return parameter.dtype == torch.bfloat16 and parameter.requires_grad
+
+
+def _replace(stage: LanguageModel, name: str, values: Tensor) -> None:
+    module, _, leaf = name.rpartition(".")
+    setattr(stage.get_submodule(module), leaf, nn.Parameter(values))

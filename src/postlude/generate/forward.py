@@ -1,19 +1,23 @@
-"""The microbatches of a generator, and the output processors that return logits."""
+"""The microbatches of a generator, the output processors that return logits, and log-probs of tokens that are given."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from postlude.data import pack, unpack
 from postlude.data.microbatch import IGNORE, Microbatch
 from postlude.generate.decode_cache import DecodeCache
-from postlude.model import OutputInputs
+from postlude.model import LanguageModel, OutputInputs
 from postlude.ops.decode_attention import consecutive_positions
 from postlude.ops.packing import Packing, to_device
+
+TARGETS = "score_ids"
 
 
 def microbatch_of(tokens: Tensor, packing: Packing, positions: Tensor, padding: int = 0) -> Microbatch:
@@ -95,3 +99,38 @@ def logits_at(inputs: OutputInputs, indices: Tensor) -> tuple[Tensor, Tensor]:
         chosen = F.pad(chosen, (0, 0, 0, -len(indices) % tp.size))
         chosen = chosen[slice(*tp.block(len(chosen)))]
     return inputs.head.logits(chosen)[: len(indices)], hidden
+
+
+@torch.no_grad()
+def score_tokens(
+    model: LanguageModel,
+    sequences: Sequence[Tensor],
+    budget: int,
+    *,
+    k: int = 0,
+    targets: Tensor | None = None,
+    temperature: float = 1.0,
+) -> dict[str, list[Tensor]]:
+    """Returns values per token of each sequence, on the CPU: entry i is of token i, and entry 0 is 0.
+
+    They are "logprobs", with `k` also "top" and "ids" of the likeliest tokens, and with `targets` "targets".
+    Microbatches have `budget` tokens, or as many as the longest sequence.
+    """
+
+    def processor(inputs: OutputInputs, context: Any) -> dict[str, Tensor]:
+        head, microbatch = inputs.head, inputs.microbatch
+        values = {"logprobs": head.logprobs(inputs.hidden, microbatch.targets, temperature=temperature).logprob}
+        if k:
+            values["top"], values["ids"] = head.topk(inputs.hidden, k, temperature=temperature)
+        if targets is not None:
+            values["targets"] = head.logprobs_at(inputs.hidden, microbatch.targets, microbatch.column(TARGETS))[1]
+        return values
+
+    columns = {} if targets is None else {TARGETS: [targets]}
+    longest = max(map(len, sequences))
+    device = next(model.parameters()).device
+    microbatches = [packed.to(device) for packed in pack(sequences, budget=max(budget, longest), columns=columns)]
+    results = [model(microbatch, output_processor=processor) for microbatch in microbatches]
+    return {
+        name: [row.cpu() for row in unpack(microbatches, [result[name] for result in results])] for name in results[0]
+    }

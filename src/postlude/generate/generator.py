@@ -24,8 +24,8 @@ from postlude.generate.cuda_graphs import why_no_cuda_graph
 from postlude.generate.eager_scheduler import EagerScheduler
 from postlude.generate.grammar import Grammars
 from postlude.generate.graph_scheduler import DecodeCapacity, GraphBuffers, GraphScheduler
+from postlude.generate.model_step import check_routing_record
 from postlude.generate.protocol import Completion
-from postlude.generate.routing_record import check_routing_record
 from postlude.generate.sampling_params import SamplingParams, sampling_per_prompt
 from postlude.generate.scheduler import Scheduler
 from postlude.generate.text_stream import StopStrings, completion_text

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, cast, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from postlude.checks import check_choice
 from postlude.data import Microbatch
@@ -39,6 +39,7 @@ from postlude.model.parallel import (
     ValueHead,
     VocabularyEmbedding,
     default_dtype,
+    is_dtensor,
     local,
     local_shard,
     region,
@@ -49,7 +50,6 @@ from postlude.model.routing import check_routing
 from postlude.model.schedule_plan import OUTPUT, PlannedStep, SchedulePlan
 from postlude.model.stack import HybridStack, LogicalLayer
 from postlude.model.steps import LayerStep, compute
-from postlude.model.storage import check_storage
 from postlude.ops.batch_invariant import with_batch_invariance_of_model
 from postlude.ops.collectives import gather_from_sequence
 from postlude.ops.kernels.capabilities import ScanBackend
@@ -448,3 +448,16 @@ class LanguageModel(FSDPUnit):
                 "give either targets or an output_processor; a processor can read inputs.microbatch.targets."
             )
         return processor, context
+
+
+def check_storage(parameters: Iterable[tuple[str, nn.Parameter]], separate: Sequence[SeparateUnit], mesh: Mesh) -> None:
+    """Raises for plain parameters, which tensor-parallel ranks would train independently."""
+    if mesh.tp.size == 1:
+        return
+    of_experts = {id(parameter) for unit in separate if unit.experts for parameter in unit.module.parameters()}
+    for name, parameter in parameters:
+        if not is_dtensor(parameter) and id(parameter) not in of_experts:
+            raise TypeError(
+                f"{name} is a plain parameter, which tp={mesh.tp.size} ranks would update independently; "
+                "make it with postlude.model.parallel.sharded_parameter."
+            )

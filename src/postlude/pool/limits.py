@@ -1,16 +1,21 @@
-"""WorkerLimits: what worker processes may use."""
+"""WorkerLimits: what worker processes may use; and which names stand for secrets, which they do not get.
+
+Such are names of settings, environment variables, arguments and parts of a URL.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import resource
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from postlude.secret_names import is_secret_name
-
 GIB = 1 << 30
+SECRET_WORDS = frozenset(
+    {"key", "apikey", "token", "secret", "secrets", "password", "passwords", "passwd", "passphrase"}
+)
 
 
 @dataclass(frozen=True)
@@ -61,3 +66,24 @@ def _limit(kind: int, value: int) -> None:
     hard = resource.getrlimit(kind)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (value, value))
+
+
+SECRET_WORDS |= {
+    "credential",
+    "credentials",
+    "auth",
+    "authorization",
+    "bearer",
+    "cookie",
+    "cookies",
+    "signature",
+    "sig",
+}
+PLURALS = frozenset({"keys", "tokens"})  # of anything: a secret only after one of these words
+OF_SECRETS = frozenset(["api", "access", "auth", "bearer", "hf", "private", "refresh", "secret"])
+
+
+def is_secret_name(name: str) -> bool:
+    """Returns whether the name stands for a secret, by its last words: api_key, hfToken, X-API-Keys; not max_tokens."""
+    words = re.split(r"[^a-z0-9]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower())
+    return words[-1] in SECRET_WORDS or (words[-1] in PLURALS and len(words) > 1 and words[-2] in OF_SECRETS)

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from postlude.generate.forward import score_tokens
 from postlude.generate.protocol import Completion
-from postlude.generate.scores import score_tokens
 from postlude.model import LanguageModel
 from postlude.tinker.backend import FloatArray, SampleRequest, TopK
 

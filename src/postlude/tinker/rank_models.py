@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from postlude.engine import Engine
-from postlude.engine.adapter_state import load_adapter_state, save_adapter_state
 from postlude.engine.adapters import add_adapter, export_adapter, remove_adapter, stream_adapters
+from postlude.engine.base_weights import load_adapter_state, save_adapter_state
 from postlude.engine.checkpoint import CheckpointWriter
 from postlude.engine.result import PassResult
 from postlude.hf.linear_layers import linear_layers, shared_use

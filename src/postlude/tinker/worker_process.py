@@ -73,7 +73,7 @@ class WorkerProcess:
         """Returns where rank 0 connects to: a file, or a free port of this node's address if it may be on another."""
         if self.settings.ray in (None, LOCAL):
             return str(Path(self._directory.name, "rank0"))
-        from postlude.cluster.service_ranks import node_address
+        from postlude.cluster.driver import node_address
 
         return node_address(), 0
 
@@ -214,7 +214,7 @@ def run_ranks(settings: WorkerSettings, address: Address, key: bytes, report: Co
         if settings.ray is None:
             run_on_ranks(run_worker, settings, address, key, nproc=size, **options)
         else:
-            from postlude.cluster.service_ranks import run_service_on_ray
+            from postlude.cluster.driver import run_service_on_ray
 
             run_service_on_ray(run_worker, settings, address, key, address=settings.ray, ranks=size, **options)
         report.send("the server closed the connection")

@@ -22,7 +22,7 @@ from postlude.data import Batch, Microbatch, unpack
 from postlude.engine import Engine
 from postlude.engine.adapters import stream_adapters
 from postlude.engine.normalizer import LossNormalizer
-from postlude.engine.token_scores import topk_processor
+from postlude.engine.result import topk_processor
 from postlude.model import LanguageModel, MTPOptions, OutputInputs
 from postlude.model.adapters import is_adapter
 from postlude.model.parallel import local_shard, region

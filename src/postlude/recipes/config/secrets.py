@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-from postlude.secret_names import is_secret_name
+from postlude.pool.limits import is_secret_name
 
 MASK = "***"
 VARIABLES = ("rollout", "env")

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from postlude.checks import USER_ERRORS
 from postlude.generate.completion_state import CompletionState
+from postlude.generate.forward import score_tokens
 from postlude.generate.generator import Generator
 from postlude.generate.protocol import Completion, Progress, Request
-from postlude.generate.scores import score_tokens
 from postlude.generate.session import Session
 from postlude.hf.families import FAMILIES
 from postlude.hf.load import PartialReloadError, reload_weights
