@@ -31,6 +31,7 @@ CHANGED: dict[str, Any] = {
     "recompute": "full",
     "overlap": True,
     "gather_once": True,
+    "offload_activations": "::3",
 }
 
 

@@ -65,6 +65,9 @@ class TrainingOptions(ForwardOptions):
     """Computation of the output head."""
     recompute: Recompute = "none"
     """Activations to recompute in the backward instead of keeping them."""
+    offload_activations: LayerChoice = False
+    """Keep activations for the backward in host memory: of all layers, or of some by their numbers, such as "::3" for
+    every third. They are copied while other layers compute."""
     overlap: Overlap = False
     """true interleaves one microbatch's forward with another's backward, which overlaps the experts' all-to-all with
     compute. It keeps one more microbatch and gathered weights in memory. "zero_bubble" computes weight gradients in the
@@ -78,6 +81,13 @@ class TrainingOptions(ForwardOptions):
         check_choice("recompute", self.recompute, get_args(Recompute))
         check_choice("weights", self.weights, get_args(WeightStorage))
         check_layer_choice("fp8", self.fp8)
+        check_layer_choice("offload_activations", self.offload_activations)
+        if self.offload_activations and self.overlap and self.recompute == "full":
+            raise ValueError(
+                f"offload_activations={self.offload_activations!r} has nothing to move: with recompute='full' and "
+                f"overlap={self.overlap!r} layers keep their inputs alone, which pass to the device's next step. "
+                "Use recompute='none', overlap=False, or offload_activations=False."
+            )
         if self.lora is not None and self.weights != "fp32":
             raise ValueError(
                 f"weights={self.weights!r} stores trained weights below fp32, but with lora the model is stored in the "

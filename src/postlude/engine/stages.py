@@ -190,6 +190,7 @@ class StageBuilder:
                 mesh=self.mesh,
                 stage=Stage(index, self.mesh.layout.stages),
                 recompute=options.recompute,
+                offload_activations=options.offload_activations,
                 scan_backend=options.scan_backend,
                 head=options.head,
                 value_head=options.critic,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -103,6 +105,7 @@ class ForwardContext:
         self.scan_backend = scan_backend
         self.routers = routers
         self.recorder = recorder
+        self.offloaded_before: ref[Any] | None = None  # see `ActivationOffload`
         self.token_mask = self._local_token_mask()
         self._counters: Tensor | None = None
         self._done: set[str] = set()
@@ -135,6 +138,12 @@ class ForwardContext:
             with torch.no_grad():
                 self._tables[key] = rotary_table(config, self.microbatch.positions, width)
         return self._tables[key]
+
+    @property
+    def shared_tensors(self) -> list[Tensor]:
+        """Tensors that layers share."""
+        routing = self.microbatch.routing
+        return [*itertools.chain(*self._tables.values()), *([] if routing is None else [routing])]
 
     @property
     def counters(self) -> Tensor:

@@ -23,6 +23,7 @@ from postlude.model.blocks.block import reset_parameter
 from postlude.model.config import ModelConfig
 from postlude.model.context import DecodeState, ForwardContext
 from postlude.model.mtp import LazyDepths, MTPModule, PlannedDepths, final_norm_step, output_names, view_for_processor
+from postlude.model.offload import ActivationOffload
 from postlude.model.output import (
     MTPDepths,
     MTPOptions,
@@ -66,7 +67,8 @@ class LanguageModel(FSDPUnit):
 
     `mesh` says which part of every layer this rank holds; by default there is a single rank. `recompute` is the
     activation recompute of each logical layer (one bracket group of the pattern): "none", all but expensive results
-    ("selective"), or everything ("full"). `scan_backend` selects kernels of recurrent blocks (`postlude.ops.ssd.ssd`),
+    ("selective"), or everything ("full"). `offload_activations` chooses layers that keep it in host memory: see
+    `model/offload.py`. `scan_backend` selects kernels of recurrent blocks (`postlude.ops.ssd.ssd`),
     `head` the backend and memory limit of the output head. With `value_head` the last stage also has a value head, one
     scalar per token, initially zero.
     `dtype` is that of all parameters but those that a block keeps in fp32; by default torch's own. `adapters` are those
@@ -84,6 +86,7 @@ class LanguageModel(FSDPUnit):
         mesh: Mesh | None = None,
         stage: Stage | None = None,
         recompute: Recompute = "none",
+        offload_activations: LayerChoice = False,
         scan_backend: ScanBackend = "auto",
         head: HeadConfig = DEFAULT_HEAD,
         value_head: bool = False,
@@ -100,6 +103,11 @@ class LanguageModel(FSDPUnit):
         check_choice("recompute", recompute, get_args(Recompute))
         with default_dtype(dtype):
             self._build_modules(blocks, value_head)
+        offload = ActivationOffload()
+        for layer in self.chosen_layers("offload_activations", offload_activations):
+            # The backward of what runs last comes at once.
+            if layer.name.startswith("layers.") and layer.name != f"layers.{len(config.pattern) - 1}":
+                layer.offload = offload
         add_adapters(self, adapters)
         check_storage(self.named_parameters(), self.sharded_separately(), self.mesh)
         self.matrices = frozenset(name for name, _ in self.named_parameters() if role_of(self, name) == "matrix")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -50,6 +51,10 @@ class PlannedStep:
     """The name in a timeline."""
     completes: tuple[FSDPUnit, ...] = ()
     """Modules of which this is the first step: their gradients are complete after its backward. It starts a segment."""
+    offloading: Callable[[ForwardContext, list[Tensor]], AbstractContextManager[None]] = lambda context, held: (
+        contextlib.nullcontext()
+    )
+    """Of its layer: `LogicalLayer.offloading`."""
     used_again: tuple[nn.Module, ...] = ()
     """Modules that several steps use, this one first. The gradients of each of their parameters are summed before they
     are added to its gradient, as without a plan. Their weight gradients must not be deferred."""
@@ -250,13 +255,16 @@ class SchedulePlan:
             # Later readers' gradients are then added in this segment's graph, before its own, as without a plan.
             hidden: Tensor = values["hidden"]
             values = values | {"hidden": hidden.view_as(hidden)}
-        with defer_wgrad(self.wgrad_queue):
+        first, held = segment.steps[0], [value for value in before.values() if isinstance(value, Tensor)]
+        with defer_wgrad(self.wgrad_queue), first.offloading(first.context, held):
             if self.context.recompute != "full":
                 values = _run_steps(segment.steps, values)
             else:
                 for never_recompute, group in groupby(segment.steps, key=lambda planned: planned.step.never_recompute):
                     values = recomputed(_run_steps, "none" if never_recompute else "full", tuple(group), values)
-        return {name: value for name, value in values.items() if name not in before or value is not before[name]}
+            written = {name: value for name, value in values.items() if name not in before or value is not before[name]}
+            held += [written[name] for name in written.keys() & segment.read_later if isinstance(written[name], Tensor)]
+        return written
 
     def _flush(self, count: int) -> None:
         """Computes the first `count` deferred weight gradients. Ranks need not agree on the number."""

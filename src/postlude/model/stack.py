@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from postlude.layout import Stage
 from postlude.model.blocks import BlockTable
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
+from postlude.model.offload import ActivationOffload
 from postlude.model.parallel import FSDPUnit
 from postlude.model.pattern import Layer
 from postlude.model.recompute import Recompute, recomputed
@@ -21,6 +23,9 @@ from postlude.world.mesh import Mesh
 
 class LogicalLayer(FSDPUnit):
     """The blocks of one logical layer in order, under distinct names such as "attention" and "mlp"."""
+
+    offload: ActivationOffload | None = None
+    """Moves what the layer keeps for its backward to host memory."""
 
     def __init__(
         self, layer: Layer, config: ModelConfig, mesh: Mesh, blocks: BlockTable, *, prefix: str = "layers"
@@ -44,7 +49,7 @@ class LogicalLayer(FSDPUnit):
         """Returns the steps for a schedule plan. Call it once per use of the layer."""
         owners = {name: object() for name in self.block_names}
         steps = [
-            PlannedStep(step, context, owners[name], f"{self.name} {name}.{step.name}")
+            PlannedStep(step, context, owners[name], f"{self.name} {name}.{step.name}", offloading=self.offloading)
             for name, block in zip(self.block_names, self.blocks, strict=True)
             for step in block.steps()
         ]
@@ -54,7 +59,12 @@ class LogicalLayer(FSDPUnit):
     def forward(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """Runs the layer's steps, [T / tp, H] -> [T / tp, H]."""
         layer_recompute: Recompute = "full" if context.recompute == "full" else "none"
-        return recomputed(run_steps, layer_recompute, self.steps, hidden, context)
+        with self.offloading(context, [hidden] if hidden.is_leaf else []):
+            return recomputed(run_steps, layer_recompute, self.steps, hidden, context)
+
+    def offloading(self, context: ForwardContext, held: list[Tensor]) -> AbstractContextManager[None]:
+        """Offloads what the layer's steps save inside, if the layer is one that does: `ActivationOffload.layer`."""
+        return nullcontext() if self.offload is None else self.offload.layer(self, context, held)
 
 
 class HybridStack(nn.ModuleDict):

@@ -24,6 +24,7 @@ MAY_CHANGE = (
     "recompute",
     "overlap",
     "gather_once",
+    "offload_activations",
     "optimizer.offload",
     "warm_start.optimizer.offload",
     "sampling.draft",
