@@ -240,6 +240,10 @@ def _add_layers(command: argparse.ArgumentParser, name: str, purpose: str) -> No
     )
 
 
+def _add_offload(command: argparse.ArgumentParser) -> None:
+    _add_layers(command, "--offload-activations", "keep activations in host memory")
+
+
 def _add_device_and_timeout(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", choices=("cpu", "cuda"), help=DEVICE_HELP)
     command.add_argument(
@@ -311,6 +315,7 @@ def _add_verify(command: argparse.ArgumentParser) -> None:
     option("--objective", action="append", choices=OBJECTIVES, help="objective; may be repeated (default: grpo)")
     _add_lora(command, "compare the gradients of adapters, and those of one rank with the merged model and with peft")
     _add_recompute(command)
+    _add_offload(command)
     _add_overlap(command)
     option("--share-prefixes", action="store_true", help="let sequences begin alike, and compute what they share once")
     _add_layers(command, "--fp8", "multiply in FP8, and the rest in float64 on the CPU")
@@ -450,6 +455,7 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
     _add_overlap(command)
     _add_lora(command, "plan training of adapters, with the model frozen")
     _add_recompute(command)
+    _add_offload(command)
     option("--mtp", type=int, default=0, metavar="DEPTHS", help="multi-token-prediction depths to train")
     option(
         "--gpu",

@@ -263,3 +263,15 @@ def test_custom_machine(tmp_path: Path) -> None:
         path.write_text(options)
         with pytest.raises(ValueError, match=sentence):
             load_hardware(str(path))
+
+
+def test_copies_of_activations_are_waited_for_where_compute_does_not_hide_them() -> None:
+    options: dict[str, Any] = {"offload_activations": True}
+    plain, slow, fast = (
+        model_of("tiny-dense", hardware=replace(HARDWARE["h100"], host=rate), **change)
+        for change, rate in (({}, 1e9), (options, 1e9), (options, 1e15))
+    )
+    assert all(fast.costs[action].waited == plain.costs[action].waited for action in plain.costs)
+    added = [slow.costs[action].waited - plain.costs[action].waited for action in (("F", 0), ("B", 0))]
+    assert min(added) > 0
+    assert added[0] > added[1]  # a backward computes longer, and copies as much

@@ -154,6 +154,20 @@ def test_untrained_mtp_depths_only_take_weight_memory() -> None:
     assert trained.activations > without.activations
 
 
+def test_offload_moves_estimated_memory_to_the_host() -> None:
+    """Two of the layers are on the device while they are copied; the last one always is."""
+    config = replace(config_of("tiny-dense"), pattern=Pattern.parse("[*-]{8}"))
+    (none,), (chosen,) = (estimates(config, offload_activations=layers) for layers in (False, "1:6"))
+    assert none.host == 0
+    one_layer = chosen.host / 5
+    assert none.activations - chosen.activations == pytest.approx(4 * one_layer, rel=1e-3)
+    assert chosen.working - none.working == pytest.approx(one_layer, rel=1e-3)
+    (every,) = estimates(config, offload_activations=True)
+    assert every.host == pytest.approx(7 * one_layer, rel=1e-3)
+    first, last = estimates(config, "pp=2", offload_activations="4:")
+    assert (first.host, last.host) == (0, pytest.approx(3 * one_layer, rel=1e-3))
+
+
 def test_recompute_lowers_the_estimated_memory() -> None:
     config = config_of("tiny-moe")
     none, selective, full = (

@@ -72,17 +72,18 @@ def _model(options: argparse.Namespace, config: ModelConfig, hardware: Hardware)
     budget = options.budget or options.seq
     if budget < options.seq:
         raise ValueError(f"--budget is {budget}, but a sequence has {options.seq} tokens. Raise it, or lower --seq.")
+    saved = {"recompute": options.recompute, "offload_activations": options.offload_activations}
     if options.search:
         if options.gpus is None or options.layout is not None:
             raise ValueError("--search needs --gpus, and finds the layout itself: leave out --layout.")
-        training = TrainingOptions(budget=budget, recompute=options.recompute, lora=options.lora)
+        training = TrainingOptions(budget=budget, lora=options.lora, **saved)
     else:
         training = TrainingOptions(
             layout=_layout(options, config),
             budget=budget,
-            recompute=options.recompute,
             overlap=options.overlap,
             lora=options.lora,
+            **saved,
         )
     layout = training.layout
     tokens = options.batch_tokens or USUAL_MICROBATCHES * layout.pp * layout.dp * budget
@@ -99,9 +100,11 @@ def _model(options: argparse.Namespace, config: ModelConfig, hardware: Hardware)
 
 def _read_recipe(options: argparse.Namespace) -> Any:
     """Returns the config of --recipe, or raises if it cannot be planned or another option contradicts it."""
-    for name in ("layout", "gpus", "budget", "recompute", "overlap", "mtp", "search", "lora"):
+    for name in ("layout", "gpus", "budget", "recompute", "offload_activations", "overlap", "mtp", "search", "lora"):
         if getattr(options, name) != options.parser.get_default(name):
-            raise ValueError(f"--{name} is in the config of --recipe or follows from it: leave one of the two out.")
+            raise ValueError(
+                f"--{name.replace('_', '-')} is in the config of --recipe or follows from it: leave one of the two out."
+            )
     command, file = options.recipe
     if command not in PLANNED:
         raise ValueError(f"--recipe is {command!r}; give one of {', '.join(PLANNED)}, and its config.")
@@ -206,6 +209,8 @@ def _print_ranks(console: Console, plan: StepForecast) -> None:
     }
     if not plan.model.frozen:
         del fields["reference"]
+    if plan.model.options.offload_activations:
+        fields["in host memory"] = "host"
     for name, field in fields.items():
         rows[name] = [format_bytes(getattr(plan.memory[rank], field)) for rank in ranks]
     for name, cells in rows.items():

@@ -68,7 +68,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _cases(options: argparse.Namespace, layouts: Sequence[Layout], source: Source, **settings: Any) -> list[Case]:
     """Returns what is compared: every layout with every objective."""
-    settings |= {name: getattr(options, name) for name in ("seed", "lora", "fp8", "recompute", "overlap")}
+    settings |= {
+        name: getattr(options, name) for name in ("seed", "lora", "fp8", "recompute", "overlap", "offload_activations")
+    }
     settings["share_prefixes"] = "always" if options.share_prefixes else "auto"
     settings["steps"] = settings["compute_dtype"] == torch.float32
     objectives = options.objective or (["grpo", "dpo"] if options.grid else ["grpo"])

@@ -23,7 +23,7 @@ from postlude.model.blocks.block import reset_parameter
 from postlude.model.config import ModelConfig
 from postlude.model.context import DecodeState, ForwardContext
 from postlude.model.mtp import LazyDepths, MTPModule, PlannedDepths, final_norm_step, output_names, view_for_processor
-from postlude.model.offload import ActivationOffload
+from postlude.model.offload import ActivationOffload, offloaded_layers
 from postlude.model.output import (
     MTPDepths,
     MTPOptions,
@@ -103,11 +103,10 @@ class LanguageModel(FSDPUnit):
         check_choice("recompute", recompute, get_args(Recompute))
         with default_dtype(dtype):
             self._build_modules(blocks, value_head)
-        offload = ActivationOffload()
-        for layer in self.chosen_layers("offload_activations", offload_activations):
-            # The backward of what runs last comes at once.
-            if layer.name.startswith("layers.") and layer.name != f"layers.{len(config.pattern) - 1}":
-                layer.offload = offload
+        offload, offloaded = ActivationOffload(), offloaded_layers(offload_activations, len(config.pattern))
+        for index, layer in self.layers.items():
+            if int(index) in offloaded:
+                cast(LogicalLayer, layer).offload = offload
         add_adapters(self, adapters)
         check_storage(self.named_parameters(), self.sharded_separately(), self.mesh)
         self.matrices = frozenset(name for name, _ in self.named_parameters() if role_of(self, name) == "matrix")

@@ -11,7 +11,7 @@ the borders of segments. A storage is copied once, however many saved tensors ar
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary, ref
@@ -21,6 +21,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from postlude.model.parallel import local_shard
+from postlude.options import LayerChoice, chosen_layers
 
 if TYPE_CHECKING:
     from postlude.model.context import ForwardContext
@@ -30,6 +31,11 @@ PAGE = 1 << 24
 ALIGNED = 512  # bytes
 LEAST = 64
 """Bytes per token of a storage that is worth a copy; statistics of norms and indices are smaller."""
+
+
+def offloaded_layers(choice: LayerChoice, count: int) -> frozenset[int]:
+    """Returns the numbers of the layers that are offloaded: never the last of all, whose backward comes at once."""
+    return chosen_layers("offload_activations", choice, count) - {count - 1}
 
 
 class ActivationOffload:
@@ -66,7 +72,7 @@ class ActivationOffload:
     @torch.no_grad()
     def _start_leaving(self, kept: _KeptByLayer, held: set[int]) -> None:
         """Starts the copies of a layer, and frees the device memory of the one before."""
-        before = self.leaving and self.leaving()
+        before = _alive(self.leaving)
         if before is not None:
             before.leave_device()
         self.leaving = ref(kept)
@@ -121,12 +127,12 @@ class _KeptByLayer:
         if tensor.device != self.device or storage.nbytes() < self.least or type(tensor) not in (Tensor, nn.Parameter):
             return tensor.detach()
         address = storage.data_ptr()
-        leaving = self.offload.leaving and self.offload.leaving()
+        leaving = _alive(self.offload.leaving)
         known = [kept.by_address.get(address) for kept in (self, leaving) if kept is not None]
         saved = next((saved for saved in known if saved is not None and saved.is_at(address)), None)
         if saved is None:
             saved = self.by_address[address] = _SavedStorage(self, storage, storage.nbytes())
-        return _SavedView(saved, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return _SavedView(saved, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def place(self, size: int) -> list[Tensor]:
         """Returns host memory of so many bytes, in pieces."""
@@ -171,7 +177,7 @@ class _KeptByLayer:
         if not self.in_backward:
             self.in_backward = True
             self.restore()
-            before = self.before and self.before()
+            before = _alive(self.before)
             if before is not None:
                 before.restore()
         if self.restored is not None:
@@ -206,10 +212,11 @@ class _SavedStorage:
         for piece, part in zip(self.pieces, self._parts(), strict=True):
             part.copy_(piece, non_blocking=True)
 
-    def _parts(self) -> Iterable[Tensor]:
+    def _parts(self) -> Sequence[Tensor]:
         assert self.storage is not None
-        every_byte = torch.empty(0, dtype=torch.uint8, device=self.layer.device).set_(self.storage)
-        return every_byte.split([len(piece) for piece in self.pieces])
+        every_byte: Tensor = torch.empty(0, dtype=torch.uint8, device=self.layer.device).set_(self.storage)
+        parts: Sequence[Tensor] = every_byte.split([len(piece) for piece in self.pieces])
+        return parts
 
 
 class _SavedView(NamedTuple):
@@ -230,6 +237,10 @@ def _unpack(packed: Any) -> Tensor:
     dtype, offset, shape, stride = view
     assert saved.storage is not None
     return torch.empty(0, dtype=dtype, device=saved.layer.device).set_(saved.storage, offset, shape, stride)
+
+
+def _alive(kept: ref[_KeptByLayer] | None) -> _KeptByLayer | None:
+    return None if kept is None else kept()
 
 
 def _own_tensors(module: nn.Module) -> Iterable[Tensor]:

@@ -4,7 +4,7 @@ A forward takes its FLOPs over the GPU's rate, a backward twice that, and once m
 weight gradients are an action of their own. A rank waits for tokens that are gathered for tensor or context
 parallelism. It waits for exchanges with experts unless another microbatch's compute hides them, which depends on the
 schedule (`forecast.py`). Gathers of weights and reductions of gradients run behind their action, and a rank waits for
-them only if they take longer.
+them only if they take longer. So do the copies of offloaded activations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from postlude.model.block_config import NOMINAL_LENGTH
 from postlude.options import Recompute
 from postlude.pipeline.schedule import Action
 from postlude.plan.hardware import Hardware
-from postlude.plan.memory import STORED, defers_wgrads, symbols_of
+from postlude.plan.memory import NARROW, STORED, defers_wgrads, saved_numbers, symbols_of
 from postlude.plan.parameter_count import ModelParameterCount, count_parameters
 from postlude.training_options import TrainingOptions
 
@@ -190,7 +190,9 @@ class CostModel:
             if sent := block.ep_traffic(hidden):
                 exchange += 2 * count * hardware.exchange_seconds(sent * self.tokens * size, layout.ep, 1)
         weights = self._weights(kind, stage, with_collectives)
-        return ActionCost(compute, trips * exchange, trips * waited * self.tokens * size + max(0.0, weights - compute))
+        saved = saved_numbers(config, stage, self.options, self.mtp, bool(self.adapters), kernels=size == NARROW)
+        behind = max(weights, saved.host * self.tokens * size / hardware.host)
+        return ActionCost(compute, trips * exchange, trips * waited * self.tokens * size + max(0.0, behind - compute))
 
     def _compute(self, kind: str, stage: Stage) -> float:
         """Returns the seconds of compute: a backward is twice a forward, and without weight gradients as long as one.

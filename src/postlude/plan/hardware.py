@@ -28,6 +28,8 @@ class Hardware:
     """Bytes that a GPU sends to others of its node."""
     inter_node: float = 50 * GB
     """Bytes that a GPU sends to other nodes."""
+    host: float = 45 * GB
+    """Bytes between the GPU and host memory, while both directions are in use."""
     latency: float = 2e-5
     """Seconds that a transfer takes in addition."""
     efficiency: float = 0.45
@@ -69,7 +71,7 @@ class Hardware:
 HARDWARE: Mapping[str, Hardware] = MappingProxyType(
     {
         "a100": Hardware(
-            flops=312e12, memory=80 * GB, memory_bandwidth=2.0e12, intra_node=300 * GB, inter_node=25 * GB
+            flops=312e12, memory=80 * GB, memory_bandwidth=2.0e12, intra_node=300 * GB, inter_node=25 * GB, host=22 * GB
         ),
         "h100": Hardware(flops=989e12, memory=80 * GB, memory_bandwidth=3.35e12),
         "h800": Hardware(flops=989e12, memory=80 * GB, memory_bandwidth=3.35e12, intra_node=200 * GB),

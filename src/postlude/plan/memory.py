@@ -7,6 +7,7 @@ number of microbatches in flight. The blocks' configs give what each keeps for i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,6 +18,7 @@ from postlude.layout import Layout, Stage
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.block_config import BlockConfig
 from postlude.model.fp8_weights import FP8Weights
+from postlude.model.offload import offloaded_layers
 from postlude.ops.linear_logprobs.plan import Shape, plan_sweep
 from postlude.options import Overlap, Recompute
 from postlude.pipeline.schedule import ScheduleEntry, rank_schedule
@@ -51,6 +53,8 @@ class MemoryEstimate:
     """Gradients outside the layers, while they are reduced at the end."""
     generator: int = 0
     """Weights of the native generator, a whole copy of the model on each rank, and of their copies in FP8."""
+    host: int = 0
+    """Offloaded activations, in host memory; no part of the total."""
 
     @property
     def lasting(self) -> int:
@@ -82,7 +86,7 @@ def estimate_memory(
     multi-token-prediction depths are held, but neither run nor trained. `sizes` are the model's in this layout,
     if they are known already; with LoRA they have the adapters, which alone are trained.
     """
-    layout, budget, recompute, overlap = options.layout, options.budget, options.recompute, options.overlap
+    layout, budget, overlap = options.layout, options.budget, options.overlap
     sizes = sizes or count_parameters(config, layout)
     tokens = -(-budget // (layout.cp * layout.tp))
     lora, kernels = bool(sizes.adapters), device == "cuda" and compute_bytes == NARROW
@@ -95,11 +99,16 @@ def estimate_memory(
         idle = 0 if mtp or not stages[-1].last else sizes.depth.stored(layout) * config.mtp_module_count
         adapters = sum(sizes.trained(stage).stored(layout) for stage in stages) if lora else 0
         last, trained = stages[-1].last, adapters if lora else stored - idle
-        saved_by_stage = {stage.index: _saved_numbers(config, stage, recompute, mtp, lora, kernels) for stage in stages}
+        saved = {stage.index: saved_numbers(config, stage, options, mtp, lora, kernels) for stage in stages}
+        on_device = {index: numbers.device for index, numbers in saved.items()}
+        on_host = {index: numbers.host for index, numbers in saved.items()}
+        copied = max(numbers.copied for numbers in saved.values())
         schedule = schedule_of(layout, microbatches, overlap=overlap)[rank]
         deferred = {stage.index: _deferred(config, stage, mtp) for stage in stages}
-        in_flight = peak_held(schedule, saved_by_stage.__getitem__, deferred.__getitem__)
-        at_work = (ADAPTED if lora else 1.0) * max(_backward_numbers(config, stage, recompute, mtp) for stage in stages)
+        in_flight = copied + peak_held(schedule, on_device.__getitem__, deferred.__getitem__)
+        in_host = peak_held(schedule, on_host.__getitem__)
+        at_work = max(_backward_numbers(config, stage, options.recompute, mtp) for stage in stages)
+        at_work = copied + at_work * (ADAPTED if lora else 1.0)
         estimates.append(
             MemoryEstimate(
                 parameters=stored * weight_bytes + adapters * STORED,
@@ -112,6 +121,7 @@ def estimate_memory(
                 activations=int(in_flight * tokens * compute_bytes),
                 working=int(at_work * tokens * compute_bytes),
                 head=_head(config, layout, -(-budget // layout.cp), device, compute_bytes, lora) if last else 0,
+                host=int(in_host * tokens * compute_bytes),
                 summed=0 if lora else _summed(sizes, stages, layout, compute_bytes, once=options.gather_once),
             )
         )
@@ -192,19 +202,40 @@ def symbols_of(config: ModelConfig, stage: Stage, mtp: bool) -> list[str]:
     return symbols + mtp_symbols if mtp and stage.last else symbols
 
 
-def _saved_numbers(
-    config: ModelConfig, stage: Stage, recompute: Recompute, mtp: bool, lora: bool, kernels: bool
-) -> float:
-    """Returns how many numbers are saved per token for a stage's backward."""
+@dataclass(frozen=True)
+class SavedNumbers:
+    """How many numbers are saved per token for a stage's backward."""
+
+    device: float
+    host: float
+    """Those of offloaded layers."""
+    copied: float
+    """Those of the largest offloaded layer, which is on the device while it is copied."""
+
+
+def saved_numbers(
+    config: ModelConfig, stage: Stage, options: TrainingOptions, mtp: bool, lora: bool, kernels: bool
+) -> SavedNumbers:
+    """Returns the numbers of a stage."""
     hidden = config.hidden_size
-    depths = len(config.pattern.mtp) if mtp and stage.last else 0
-    layers = len(config.stage_layers(stage)) + depths * len(config.pattern.mtp[0] if depths else ())
-    blocks = [config.blocks[symbol] for symbol in symbols_of(config, stage, mtp)]
-    saved = layers * hidden if recompute == "full" else 0.0
-    if recompute != "full":
-        saved = sum(block.saved_activations(hidden) * _share(block, recompute, lora, kernels) for block in blocks)
-    outside = hidden * (2 * stage.last + 6 * depths)  # of the final norm; of a depth's two norms and projection
-    return saved + outside
+
+    def of_layer(layer: str, recompute: Recompute) -> float:
+        if recompute == "full":
+            return hidden
+        blocks = [config.blocks[symbol] for symbol in layer]
+        return sum(block.saved_activations(hidden) * _share(block, recompute, lora, kernels) for block in blocks)
+
+    depths = config.pattern.mtp if mtp and stage.last else ()
+    offloaded = offloaded_layers(options.offload_activations, len(config.pattern))
+    numbered = dict(zip(config.stage_layers(stage), layers_of(config, stage), strict=True))
+    stay = [layer for index, layer in numbered.items() if index not in offloaded] + [*itertools.chain(*depths)]
+    # Selective recompute is off in offloaded layers. In a schedule plan their inputs stay.
+    whole: Recompute = "full" if options.recompute == "full" else "none"
+    leave = [of_layer(layer, whole) for index, layer in numbered.items() if index in offloaded]
+    inputs = hidden * len(leave) if options.overlap else 0.0
+    outside = hidden * (2 * stage.last + 6 * len(depths))  # of the final norm; of a depth's two norms and projection
+    on_device = sum(of_layer(layer, options.recompute) for layer in stay) + inputs + outside
+    return SavedNumbers(on_device, sum(leave) - inputs, max(leave, default=0.0))
 
 
 def _share(block: BlockConfig, recompute: Recompute, lora: bool, kernels: bool) -> float:

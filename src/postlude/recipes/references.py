@@ -33,4 +33,4 @@ def open_frozen_model(source: str, policy: Engine) -> Engine:
     """Returns a second model in the policy's layout, which is not trained."""
     options = policy.options.for_other_model()
     training: dict[str, Any] = {"optimizer": AdamW(), "weights": "fp32", "overlap": False, "gather_once": False}
-    return Engine(source, **vars(options) | training)
+    return Engine(source, **vars(options) | training | {"offload_activations": False})

@@ -388,7 +388,9 @@ def _head(inputs: PreflightInputs) -> str:
 
 def _memory(inputs: PreflightInputs) -> str:
     lasting = max(rank_memory.lasting for rank_memory in inputs.memory)
+    host = max(rank_memory.host for rank_memory in inputs.memory)
     estimate = f"about {format_bytes(max(rank_memory.total for rank_memory in inputs.memory))} per rank"
+    estimate += f", and {format_bytes(host)} of host memory for activations" if host else ""
     if not inputs.launch.on_this_machine:
         return estimate
     local_ranks = min(inputs.launch.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", inputs.launch.ranks)))
@@ -397,6 +399,11 @@ def _memory(inputs: PreflightInputs) -> str:
         raise ValueError(
             f"a rank needs {format_bytes(lasting)} for weights, gradients and the optimizer's numbers, but has "
             f"{format_bytes(room)} of memory. Raise layout.dp_shard, tp or pp: the layout is {inputs.config.layout}."
+        )
+    if host > (host_room := _room("cpu", local_ranks)):
+        raise ValueError(
+            f"a rank's offloaded activations need {format_bytes(host)} of host memory, but each has "
+            f"{format_bytes(host_room)}. Choose fewer layers in offload_activations, or lower budget."
         )
     return f"{estimate} of {format_bytes(room)}"
 

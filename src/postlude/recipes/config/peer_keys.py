@@ -76,6 +76,7 @@ PEER_KEYS: dict[str, tuple[str, ...]] = {
     "save_total_limit max_actor_ckpt_to_keep keep_top_k": ("keep_checkpoints",),
     "report_to logger": ("loggers",),
     "gradient_checkpointing enable_gradient_checkpointing activation_checkpointing": ("recompute",),
+    "activation_offloading activation_cpu_offloading": ("offload_activations",),
     "bf16 fp16 torch_dtype precision": ("dtype",),
     "use_liger_kernel use_fused_kernels": ("head.backend",),
     "peft_config lora_r lora_rank": ("lora.rank",),
