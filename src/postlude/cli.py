@@ -456,6 +456,7 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
     _add_lora(command, "plan training of adapters, with the model frozen")
     _add_recompute(command)
     _add_offload(command)
+    _add_layers(command, "--fp8", "plan products in FP8")
     option("--mtp", type=int, default=0, metavar="DEPTHS", help="multi-token-prediction depths to train")
     option(
         "--gpu",

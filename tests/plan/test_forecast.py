@@ -265,6 +265,22 @@ def test_custom_machine(tmp_path: Path) -> None:
             load_hardware(str(path))
 
 
+def test_products_in_fp8_save_time_in_chosen_layers() -> None:
+    """Of forwards and gradients of inputs, not of weights: so as much in each direction, and twice with recompute."""
+
+    def saved(**change: Any) -> tuple[float, float]:
+        plain, in_fp8 = (model_of("tiny-dense", **change, fp8=fp8).costs for fp8 in (False, "1:-1"))
+        return tuple(plain[action].compute - in_fp8[action].compute for action in (("F", 0), ("B", 0)))  # type: ignore[return-value]
+
+    forward, backward = saved()
+    assert forward == pytest.approx(backward)
+    assert saved(recompute="full") == pytest.approx((forward, 2 * forward))
+    plain, whole = (model_of("tiny-dense", fp8=fp8).costs["F", 0].compute for fp8 in (False, True))
+    count = len(read_model("tiny-dense")[1].pattern)
+    assert forward == pytest.approx((plain - whole) * (count - 2) / count)
+    assert 0 < plain - whole < 0.35 * plain
+
+
 def test_copies_of_activations_are_waited_for_where_compute_does_not_hide_them() -> None:
     options: dict[str, Any] = {"offload_activations": True}
     plain, slow, fast = (

@@ -72,18 +72,19 @@ def _model(options: argparse.Namespace, config: ModelConfig, hardware: Hardware)
     budget = options.budget or options.seq
     if budget < options.seq:
         raise ValueError(f"--budget is {budget}, but a sequence has {options.seq} tokens. Raise it, or lower --seq.")
-    saved = {"recompute": options.recompute, "offload_activations": options.offload_activations}
+    names = ("recompute", "offload_activations", "fp8")
+    computed = {name: getattr(options, name) for name in names}
     if options.search:
         if options.gpus is None or options.layout is not None:
             raise ValueError("--search needs --gpus, and finds the layout itself: leave out --layout.")
-        training = TrainingOptions(budget=budget, lora=options.lora, **saved)
+        training = TrainingOptions(budget=budget, lora=options.lora, **computed)
     else:
         training = TrainingOptions(
             layout=_layout(options, config),
             budget=budget,
             overlap=options.overlap,
             lora=options.lora,
-            **saved,
+            **computed,
         )
     layout = training.layout
     tokens = options.batch_tokens or USUAL_MICROBATCHES * layout.pp * layout.dp * budget
@@ -100,7 +101,18 @@ def _model(options: argparse.Namespace, config: ModelConfig, hardware: Hardware)
 
 def _read_recipe(options: argparse.Namespace) -> Any:
     """Returns the config of --recipe, or raises if it cannot be planned or another option contradicts it."""
-    for name in ("layout", "gpus", "budget", "recompute", "offload_activations", "overlap", "mtp", "search", "lora"):
+    for name in (
+        "layout",
+        "gpus",
+        "budget",
+        "recompute",
+        "offload_activations",
+        "fp8",
+        "overlap",
+        "mtp",
+        "search",
+        "lora",
+    ):
         if getattr(options, name) != options.parser.get_default(name):
             raise ValueError(
                 f"--{name.replace('_', '-')} is in the config of --recipe or follows from it: leave one of the two out."

@@ -9,6 +9,7 @@ them only if they take longer. So do the copies of offloaded activations.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,16 +19,17 @@ from postlude.layout import Layout, Stage
 from postlude.lora import NO_ADAPTERS, AdapterConfigs
 from postlude.model import ModelConfig
 from postlude.model.block_config import NOMINAL_LENGTH
-from postlude.options import Recompute
+from postlude.options import Recompute, chosen_layers
 from postlude.pipeline.schedule import Action
 from postlude.plan.hardware import Hardware
 from postlude.plan.memory import NARROW, STORED, defers_wgrads, saved_numbers, symbols_of
-from postlude.plan.parameter_count import ModelParameterCount, count_parameters
+from postlude.plan.parameter_count import ModelParameterCount, count_parameters, layers_of
 from postlude.training_options import TrainingOptions
 
 RECOMPUTED: Mapping[Recompute, float] = {"none": 0.0, "selective": 0.1, "full": 1.0}
 """The fraction of a forward that the backward repeats; "selective" repeats only what is cheap."""
 ADAMW_BYTES = 28  # that a fused AdamW reads and writes per parameter, all in fp32
+FP8_TIME = 0.65  # of a product in bf16, rounding included: measured on an H200, docs/fp8.md
 ADAPTER_OVERHEAD = 1.15  # of compute with adapters, whose products are narrow: measured on an H200, docs/benchmarks.md
 
 
@@ -150,6 +152,18 @@ class CostModel:
             total += (1 + depths) * 2.0 * hidden * config.vocab_size + depths * 4.0 * hidden**2
         return total
 
+    def _saved_by_fp8(self, stage: Stage) -> float:
+        """Returns the FLOPs per token that take no time in a forward, or in the gradient of its inputs."""
+        config = self.config
+        chosen = chosen_layers("fp8", self.options.fp8, len(config.pattern))
+        numbered = zip(config.stage_layers(stage), layers_of(config, stage), strict=True)
+        layers = [layer for index, layer in numbered if index in chosen]
+        if self.mtp and stage.last and len(config.pattern) - 1 in chosen:
+            layers += itertools.chain(*config.pattern.mtp)
+        blocks = [block for symbol in itertools.chain(*layers) if not (block := config.blocks[symbol]).has_experts]
+        products = (block.flops(config.hidden_size) - block.attention_flops(NOMINAL_LENGTH) for block in blocks)
+        return (1 - FP8_TIME) * sum(products)
+
     def _weight_flops(self, stage: Stage) -> float:
         """Returns the FLOPs per token of deferred weight gradients: all but the head's."""
         config, hidden = self.config, self.config.hidden_size
@@ -206,6 +220,7 @@ class CostModel:
             attention = sum(count * self.config.blocks[symbol].attention_flops(self.length) for symbol, count in counts)
             backward = forward + attention
         flops = forward if kind == "F" else backward + RECOMPUTED[self.options.recompute] * forward
+        flops -= (1 + (kind == "B" and self.options.recompute == "full")) * self._saved_by_fp8(stage)
         return self._seconds(flops) * (ADAPTER_OVERHEAD if self.adapters else 1.0)
 
     def _weights(self, kind: str, stage: Stage, with_collectives: bool) -> float:
