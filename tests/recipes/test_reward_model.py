@@ -20,7 +20,7 @@ from postlude.hf.load import load_model, load_tokenizer
 from postlude.layout import Layout
 from postlude.model import OutputInputs
 from postlude.objectives import BradleyTerry
-from postlude.objectives.reward_model import sequence_scores
+from postlude.objectives.preference import sequence_scores
 from postlude.rollout.environments import SingleTurn
 from postlude.rollout.episode import AssistantTurn, Episode
 from postlude.rollout.reward_model import ModelReward

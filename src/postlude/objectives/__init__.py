@@ -3,21 +3,17 @@
 Configs use their settings, so importing this package does not import torch.
 """
 
-from postlude.objectives.actor_critic import ActorCritic
 from postlude.objectives.correction import RolloutCorrection
 from postlude.objectives.custom import load_objective
 from postlude.objectives.distill import Distill
 from postlude.objectives.kl import ReferenceKL, RewardKL
-from postlude.objectives.kto import KTO
 from postlude.objectives.loss import Loss, Metric, Objective, largest, mean, smallest, total
 from postlude.objectives.loss_weights import weights
 from postlude.objectives.mtp import MTP, MTPProcessor, load_mtp_processor
-from postlude.objectives.orpo import ORPO
 from postlude.objectives.policy import PolicyGradient
-from postlude.objectives.preference import Preference
-from postlude.objectives.reward_model import BradleyTerry
+from postlude.objectives.preference import KTO, ORPO, BradleyTerry, Preference
 from postlude.objectives.sft import SFT
-from postlude.objectives.value import ValueLoss
+from postlude.objectives.value import ActorCritic, ValueLoss
 
 __all__ = [
     "KTO",

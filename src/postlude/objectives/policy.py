@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from postlude.checks import Bounds, NonNegative, Positive, check_bounds, check_choice
-from postlude.objectives.correction import CorrectionWeights, RolloutCorrection
+from postlude.objectives.correction import CorrectionWeights, RolloutCorrection, mismatch_metrics, ratio_metrics
 from postlude.objectives.kl import ReferenceKL, clamp_log_ratio, estimate_kl
 from postlude.objectives.loss import Loss, Metric, mean
 from postlude.objectives.loss_weights import (
@@ -28,7 +28,6 @@ from postlude.objectives.loss_weights import (
     sequence_mean,
     weighted_targets,
 )
-from postlude.objectives.mismatch import mismatch_metrics, ratio_metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -193,8 +192,8 @@ class PolicyGradient:
             return -advantages * logprob
         clipped = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
         if self.surrogate == "cispo":
-            return -advantages * clipped.detach() * logprob
-        losses = (-advantages * ratio).maximum(-advantages * clipped)
+            return cispo_surrogate(logprob, clipped, advantages)
+        losses = clipped_surrogate(ratio, clipped, advantages)
         if self.dual_clip is not None:
             losses = losses.minimum(-advantages * self.dual_clip).where(advantages < 0, losses)
         return losses
@@ -243,3 +242,13 @@ class PolicyGradient:
             return columns, None
         correction_weights = self.correction(microbatch, old, microbatch.column(ROLLOUT).float(), has_weight)
         return replace(columns, correction=correction_weights.weights), correction_weights
+
+
+def clipped_surrogate(ratio: Tensor, clipped: Tensor, advantages: Tensor) -> Tensor:
+    """Returns -min(r · A, clip(r) · A) of each token."""
+    return -(ratio * advantages).minimum(clipped * advantages)
+
+
+def cispo_surrogate(logprob: Tensor, clipped: Tensor, advantages: Tensor) -> Tensor:
+    """Returns -sg(clip(r)) · A · log p of each token."""
+    return -clipped.detach() * advantages * logprob

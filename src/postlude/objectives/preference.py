@@ -1,6 +1,6 @@
-"""Losses on pairs of completions, one of them preferred: DPO, IPO, SimPO.
+"""Losses on preferred completions: of pairs (DPO, IPO, SimPO, ORPO, Bradley-Terry), and one by one (KTO).
 
-Sequence 2i of a batch is the chosen completion of a pair, sequence 2i + 1 the rejected one. Both must be in one
+Sequence 2i of a batch of pairs is the chosen completion, sequence 2i + 1 the rejected one. Both must be in one
 microbatch.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from postlude.checks import NonNegative, Positive, check_bounds, check_choice
 from postlude.objectives.loss import Loss, mean
@@ -33,6 +33,12 @@ MARGINS = "margins"
 """The margin of each pair, for both of its sequences. Read with `margins`."""
 
 LossType = Literal["sigmoid", "ipo"]
+LARGEST_LOGPROB = -1e-6
+"""Mean log-probs are at most this in odds, which are infinite at 0."""
+DESIRABLE = "desirable"
+"""1 for the tokens of a desirable completion, 0 for those of another."""
+BATCH_KL = "batch_kl"
+"""z: an estimate of the KL of the policy to the reference, the same for the whole batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,3 +163,140 @@ def pairs(values: Tensor) -> tuple[Tensor, Tensor]:
 def repeat_for_pair(values: Tensor) -> Tensor:
     """Returns each pair's value for both of its sequences, so that a mean over sequences is one over pairs."""
     return values.repeat_interleave(2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ORPO(MeanOverSequences):
+    """nll · (-log p_c) - β · log σ(log odds_c - log odds_r),   odds = p / (1 - p)
+
+    averaged over the pairs of the batch. log p is the mean log-prob of the completion's tokens, for the chosen
+    completion c and the rejected one r.
+
+    Columns: `mask`, 1 for the tokens of the completions ("tokens" for all).
+    """
+
+    reference: ClassVar[bool] = False
+    """It reads no reference model."""
+    beta: Positive = 0.1
+    """β, the weight of the odds ratio."""
+    nll: NonNegative = 1.0
+    """Weight of the chosen completions' negative log-likelihood."""
+    mask: str = "response_mask"
+    """The column that marks completions."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        check_per_token(self.mask)
+
+    def __call__(self, inputs: OutputInputs) -> Loss:
+        """Returns the loss of one microbatch."""
+        from torch.nn.functional import logsigmoid
+
+        check_pairs(inputs.microbatch)
+        chosen, rejected = pairs(sequence_mean(inputs.microbatch, *masked_logprobs(inputs, self.mask)))
+        difference = log_odds(chosen) - log_odds(rejected)
+        losses = -self.nll * chosen - self.beta * logsigmoid(difference)
+        return pair_loss(losses, rewards_of(chosen, rejected, self.beta) | {"log_odds_ratio": difference})
+
+
+def log_odds(logprob: Tensor) -> Tensor:
+    """Returns log(p / (1 - p)), given log p < 0."""
+    bounded = logprob.clamp(max=LARGEST_LOGPROB)
+    return bounded - (-bounded.expm1()).log()
+
+
+@dataclass(frozen=True, kw_only=True)
+class KTO(MeanOverSequences):
+    """λ_d · (1 - σ(β · (Δ - z)))   for a desirable completion,   λ_u · (1 - σ(β · (z - Δ)))   for another
+
+    averaged over the completions of the batch, with
+
+        Δ = Σₜ (log p(tokenₜ) - log p_ref(tokenₜ))
+
+    and z an estimate of KL(p ‖ p_ref) that has no gradient: the mean Δ of completions after the prompts of others, at
+    least 0. A completion without tokens has Δ = 0.
+
+    Columns: "reference_logprobs", "desirable", "batch_kl"; `mask`, 1 for the tokens of the completions ("tokens" for
+    all).
+    """
+
+    beta: Positive = 0.1
+    """β, the scale of differences."""
+    desirable_weight: NonNegative = 1.0
+    """λ_d, the weight of desirable completions."""
+    undesirable_weight: NonNegative = 1.0
+    """λ_u, the weight of the others."""
+    mask: str = "response_mask"
+    """The column that marks completions."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        check_per_token(self.mask)
+        if not self.desirable_weight + self.undesirable_weight:
+            raise ValueError("desirable_weight and undesirable_weight are both 0, which leaves nothing to learn from.")
+
+    def __call__(self, inputs: OutputInputs) -> Loss:
+        """Returns the loss of one microbatch."""
+        microbatch = inputs.microbatch
+        logprob, has_weight = masked_logprobs(inputs, self.mask)
+        deltas = microbatch.sequence_sum((logprob - microbatch.column(REFERENCE).float()).where(has_weight, 0.0))
+        desirable = sequence_value(microbatch, DESIRABLE, has_weight) > 0.5
+        kl = sequence_value(microbatch, BATCH_KL, has_weight)
+        sign = desirable.float() * 2 - 1
+        weight = (self.desirable_weight * desirable.float()) + self.undesirable_weight * (~desirable).float()
+        losses = weight * (-sign * self.beta * (deltas - kl)).sigmoid()  # 1 - σ(x) = σ(-x)
+        values = {
+            "accuracy": ((sign * (deltas - kl)).sign() + 1) / 2,
+            "implied_reward": self.beta * deltas,
+            "batch_kl": kl,
+        }
+        return Loss(losses, "sequences", {name: mean(value, "sequences") for name, value in values.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class BradleyTerry(MeanOverSequences):
+    """-log σ(s_c - s_r - margin) + centring · (s_c + s_r)²
+
+    averaged over the pairs of the batch, for the scores s of the chosen completion c and the rejected one r. The score
+    of a sequence is the value head's output at its last token (`sequence_scores`). Sequence 2i of a batch is the chosen
+    completion of a pair, sequence 2i + 1 the rejected one, both in one microbatch. With `margins` the column "margins"
+    is added to `margin`.
+    """
+
+    margin: NonNegative = 0.0
+    """The margin by which the chosen completion should lead."""
+    margins: bool = False
+    """Whether each pair has a margin of its own besides, in the column "margins"."""
+    centring: NonNegative = 0.0
+    """Weight of the penalty that keeps the scores of a pair around 0."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+    def __call__(self, inputs: OutputInputs) -> Loss:
+        """Returns the loss of one microbatch."""
+        from torch.nn.functional import logsigmoid
+
+        check_pairs(inputs.microbatch)
+        chosen, rejected = pairs(sequence_scores(inputs))
+        difference = chosen - rejected
+        margins = pair_margins(inputs.microbatch) if self.margins else 0.0
+        losses = -logsigmoid(difference - self.margin - margins)
+        if self.centring:
+            losses = losses + self.centring * (chosen + rejected).square()
+        values = {
+            "accuracy": (difference.sign() + 1) / 2,  # a tie counts half
+            "margin": difference,
+            "chosen_score": chosen,
+            "rejected_score": rejected,
+        }
+        return pair_loss(losses, values)
+
+
+def sequence_scores(inputs: OutputInputs) -> Tensor:
+    """Returns the value head's output at the last token of each sequence, [n] fp32."""
+    from postlude.data import IGNORE
+
+    microbatch = inputs.microbatch
+    last = microbatch.targets == IGNORE  # and padding, which a sum over sequences ignores
+    return microbatch.sequence_sum(inputs.head.values(inputs.hidden).where(last, 0.0))

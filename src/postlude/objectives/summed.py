@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from postlude.checks import NonNegative, check_bounds
 from postlude.objectives.loss import Loss
 from postlude.objectives.loss_weights import Denominators, broadcast_to_tokens, sequence_mean
+from postlude.objectives.policy import cispo_surrogate, clipped_surrogate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,7 +88,6 @@ class CrossEntropy(SummedLoss):
     several_targets: ClassVar[bool] = True
 
     def token_losses(self, logprob: Tensor, entropy: Tensor | None, columns: Mapping[str, Tensor]) -> Tensor:
-        """Returns -w · log p."""
         return -columns[WEIGHTS] * logprob
 
 
@@ -96,7 +96,6 @@ class ImportanceSampling(SummedLoss):
     """-Σ A · p / q"""
 
     def token_losses(self, logprob: Tensor, entropy: Tensor | None, columns: Mapping[str, Tensor]) -> Tensor:
-        """Returns -A · p / q."""
         return -columns[ADVANTAGES] * (logprob - columns[LOGPROBS]).exp()
 
 
@@ -122,13 +121,11 @@ class PPO(Clipped):
     """-Σ min(r · A, clip(r) · A),   r = p / q"""
 
     def token_losses(self, logprob: Tensor, entropy: Tensor | None, columns: Mapping[str, Tensor]) -> Tensor:
-        """Returns -min(r · A, clip(r) · A)."""
         return self.surrogate((logprob - columns[LOGPROBS]).exp(), columns)
 
     def surrogate(self, ratio: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         """Returns -min(r · A, clip(r) · A)."""
-        advantages = columns[ADVANTAGES]
-        return -(ratio * advantages).minimum(self.clip(ratio, columns) * advantages)
+        return clipped_surrogate(ratio, self.clip(ratio, columns), columns[ADVANTAGES])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +133,8 @@ class CISPO(Clipped):
     """-Σ sg(clip(r)) · A · log p,   r = p / q,   sg: stop-gradient"""
 
     def token_losses(self, logprob: Tensor, entropy: Tensor | None, columns: Mapping[str, Tensor]) -> Tensor:
-        """Returns -sg(clip(r)) · A · log p."""
         ratio = (logprob.detach() - columns[LOGPROBS]).exp()
-        return -self.clip(ratio, columns) * columns[ADVANTAGES] * logprob
+        return cispo_surrogate(logprob, self.clip(ratio, columns), columns[ADVANTAGES])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +145,6 @@ class DRO(SummedLoss):
     """Weight of the squared log-ratio."""
 
     def token_losses(self, logprob: Tensor, entropy: Tensor | None, columns: Mapping[str, Tensor]) -> Tensor:
-        """Returns -(A · log p - beta / 2 · (log p - log q)²)."""
         return 0.5 * self.beta * (logprob - columns[LOGPROBS]).square() - columns[ADVANTAGES] * logprob
 
 

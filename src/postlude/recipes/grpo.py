@@ -21,7 +21,7 @@ from postlude.engine import Engine
 from postlude.engine.reference import Reference
 from postlude.objectives import SFT, Objective
 from postlude.objectives.advantages import grpo, reinforce_plus_plus
-from postlude.objectives.mismatch import mismatch_of_ratio
+from postlude.objectives.correction import mismatch_of_ratio
 from postlude.recipes.chat_template import prepare_chat
 from postlude.recipes.checks.environment import environment_checks, evaluation_set_checks, training_overlap_checks
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES

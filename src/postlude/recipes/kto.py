@@ -11,8 +11,7 @@ import torch
 
 from postlude.data import Batch
 from postlude.data.chat import EncodedSequence
-from postlude.objectives.kto import BATCH_KL, DESIRABLE
-from postlude.objectives.preference import REFERENCE
+from postlude.objectives.preference import BATCH_KL, DESIRABLE, REFERENCE
 from postlude.recipes.checks.dataset import dataset_checks
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs, training_checks

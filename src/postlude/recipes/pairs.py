@@ -10,8 +10,7 @@ from typing import Any, TypeAlias
 from postlude.data import Batch
 from postlude.data.chat import EncodedSequence, preference_batch
 from postlude.objectives import Objective
-from postlude.objectives.preference import MARGINS, Preference
-from postlude.objectives.reward_model import BradleyTerry
+from postlude.objectives.preference import MARGINS, BradleyTerry, Preference
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs
 from postlude.recipes.config.data import PairMixture, Pairs, datasets_of

@@ -14,7 +14,7 @@ from postlude.data.chat import EncodedSequence, Encoder
 from postlude.hf.load import load_model, load_tokenizer
 from postlude.hf.read_model import check_value_head, context_length, read_model
 from postlude.model import LanguageModel
-from postlude.objectives.reward_model import sequence_scores
+from postlude.objectives.preference import sequence_scores
 from postlude.rollout.episode import AssistantTurn, Episode
 from postlude.rollout.reward import WAIT_SECONDS, Reward, Scored
 from postlude.rollout.rewards import FailureCounter, Score
