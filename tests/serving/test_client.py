@@ -1,38 +1,27 @@
-"""GenerationClient with servers on this machine: `postlude serve` and `transformers serve`."""
+"""GenerationClient with servers on this machine."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
-import socket
-import subprocess
-import sys
 import threading
-import time
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from postlude import LanguageModel, export_hf, load_model, load_tokenizer, pack
+from postlude import load_model, load_tokenizer
 from postlude import ranks as started
 from postlude.generate.counter_rng import rng_key
 from postlude.generate.distributed import ReplicatedGenerator
 from postlude.generate.generator import Generator
 from postlude.generate.protocol import AsyncRolloutEngine, Request
 from postlude.generate.sampling_params import SamplingParams
-from postlude.rollout.environments import Transcript
 from postlude.serving.clients import server_pool
 from postlude.serving.clients.client import GenerationClient
-from postlude.serving.clients.text import TRANSFORMERS_SERVE
 from postlude.serving.errors import ServerError
 
 Reply = tuple[int, dict[str, str], Any]
@@ -226,148 +215,10 @@ def test_malformed_replies_are_refused(server: Server) -> None:
         GenerationClient("localhost:8000", "tiny")
 
 
-class TextServer(Server):
-    """Takes and returns only text, one completion per request, like `transformers serve`."""
-
-    def complete(self, body: dict[str, Any], *, ids: bool = True) -> Reply:
-        unknown = set(body) - {"model", "prompt", "max_tokens", "temperature", "top_p", "seed"}
-        if unknown:
-            return 422, {}, {"detail": f"Unexpected fields in the request: {sorted(unknown)}"}
-        prompt = self.generator.tokenizer.encode(body["prompt"])
-        _, _, answer = super().complete(body | {"prompt": prompt})
-        for choice in answer["choices"]:
-            del choice["logprobs"], choice["token_ids"]
-        return 200, {}, answer | {"usage": {"prompt_tokens": len(prompt)}}
-
-
-@pytest.fixture(scope="module")
-def only_text_server() -> Iterator[TextServer]:
-    with contextlib.closing(TextServer()) as server:
-        yield server
-
-
-@pytest.fixture
-def text_server(only_text_server: TextServer) -> TextServer:
-    only_text_server.forget()
-    return only_text_server
-
-
-def test_text_is_encoded_only_when_asked_for(text_server: TextServer) -> None:
-    generator, sampling = text_server.generator, SamplingParams(max_new_tokens=4, temperature=0.0, seed=10)
-    prompts = [list(b"a line of text"), list(b"see")]  # whose answers are letters
-    with pytest.raises(ServerError, match=r"status 422: Unexpected fields .*; a text-only server needs api=.text"):
-        GenerationClient(text_server.url, "tiny").generate(prompts[:1], sampling)
-    text_server.seen.clear()
-    engine = GenerationClient(text_server.url, "tiny", api="text", tokenizer=generator.tokenizer)
-    answered, expected = engine.generate(prompts, sampling, n=2), generator.generate(prompts, sampling, n=2)
-    assert answered == [
-        [replace(completion, logprobs=[], sampled_logprobs=[]) for completion in group] for group in expected
-    ]
-    expected_seeds = {request_seed(10, place, number) for place in range(2) for number in range(2)}  # one an answer
-    assert {body["seed"] for body in text_server.seen} == expected_seeds
-    with pytest.raises(ValueError, match="4 tokens come with 0 log-probs"):  # they cannot be trained on by mistake
-        Transcript(prompts[0]).add_completion(answered[0][0].tokens, answered[0][0].logprobs)
-
-
-def test_text_ends_with_the_end_of_sequence_token(text_server: TextServer) -> None:
-    tokenizer = text_server.generator.tokenizer
-    text_server.reply = lambda body: (200, {}, {"choices": [{"text": "so", "finish_reason": "stop"}]})
-    engine = GenerationClient(text_server.url, "tiny", api="text", tokenizer=tokenizer)
-    ((completion,),) = engine.generate(PROMPTS[:1], SamplingParams())
-    assert (completion.tokens, completion.text, completion.finish_reason) == (
-        [*b"so", tokenizer.eos_token_id],
-        "so",
-        "stop",
-    )
-
-
-class BosTokenizer:
-    """A byte tokenizer that begins every text with token 256, as Llama's does with its own BOS."""
-
-    eos_token_id: int | None = 257
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        return "".join("<s>" if token == 256 else chr(token) for token in token_ids)
-
-    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        start = [256] if add_special_tokens else []
-        return {"input_ids": start + [token for part in text.split("<s>") for token in (256, *part.encode())][1:]}
-
-
-def test_prompt_text_is_tokenized_back_to_the_same_tokens(text_server: TextServer) -> None:
-    reply = {"choices": [{"text": "<s>", "finish_reason": "length"}]}
-    text_server.reply = lambda body: (200, {}, reply)
-    engine = GenerationClient(text_server.url, "tiny", api="text", tokenizer=BosTokenizer())
-    ((completion,),) = engine.generate([[256, *b"hi", 256]], SamplingParams())
-    assert text_server.seen[0]["prompt"] == "hi<s>"
-    assert completion.tokens == [256]
-    with pytest.raises(ValueError, match="a prompt has 2 tokens that its text does not encode to"):
-        engine.generate([[256], [*b"hi"]], SamplingParams())
-    reply["usage"] = {"prompt_tokens": 4}
-    with pytest.raises(ServerError, match="read 4 tokens in a prompt that has 3; give the client the tokenizer"):
-        engine.generate([[256, *b"hi"]], SamplingParams())
-
-
-def test_requests_not_expressible_as_text_are_refused(text_server: TextServer) -> None:
-    tokenizer = BosTokenizer()
-    engine = GenerationClient(text_server.url, "tiny", api="text", tokenizer=tokenizer)
-    for ends in (SamplingParams(stop=("\n",)), SamplingParams(stop_tokens=(10,))):
-        with pytest.raises(ValueError, match=r"a request has stop=.* does not report which of them ended"):
-            engine.generate([[256]], ends)
-    text_server.reply = lambda body: (200, {}, {"choices": [{"message": {}, "finish_reason": "stop"}]})
-    with pytest.raises(ServerError, match="gave no text"):
-        engine.generate([[256]], SamplingParams())
-    tokenizer.eos_token_id = None
-    with pytest.raises(ValueError, match="has no eos_token_id"):
-        GenerationClient(text_server.url, "tiny", api="text", tokenizer=tokenizer)
-
-
-LEARNED = [("Over the wire", " and back."), ("x", " marks it"), ("Un café,", " s'il vous plaît !")]
-
-
-def memorising_model(tokenizer: Any) -> LanguageModel:
-    """A model trained to continue with `LEARNED`, and to stop there."""
-    model = load_model("tiny-dense")
-    (microbatch,) = pack([tokenizer.encode(f"{begin}{end}<|end|>") for begin, end in LEARNED], budget=256)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(60):
-        model(microbatch, targets=True).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
-
-
-@contextlib.contextmanager
-def transformers_serve(directory: Path, home: Path) -> Iterator[str]:
-    """Yields the address of a `transformers serve` of the model in `directory`, which ends with the context."""
-    command = shutil.which("transformers", path=str(Path(sys.executable).parent))
-    assert command is not None, "transformers came without its command"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url, log = f"http://127.0.0.1:{port}", home / "serve.log"
-    options = ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(home), "OMP_NUM_THREADS": "1"}
-    with log.open("w") as written:
-        process = subprocess.Popen(
-            [command, "serve", str(directory), *options], env=environment, stdout=written, stderr=subprocess.STDOUT
-        )
-    try:
-        deadline = time.monotonic() + 120
-        while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
-                break
-            if process.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(f"transformers serve did not come up:\n{log.read_text()[-3000:]}", pytrace=False)
-            time.sleep(0.2)
-        yield url
-    finally:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+def test_a_server_of_text_alone_is_refused(server: Server) -> None:
+    server.reply = lambda body: (422, {}, {"detail": "Unexpected fields in the request: ['return_token_ids']"})
+    with pytest.raises(ServerError, match=r"status 422: Unexpected fields .*; a server must take and return token ids"):
+        GenerationClient(server.url, "tiny").generate(PROMPTS[:1], SamplingParams())
 
 
 def test_submitted_completions_equal_generate(server: Server) -> None:
@@ -401,38 +252,3 @@ def check_submitted(engine: Any, sampling: list[SamplingParams], generate: Calla
     assert alone[second].tokens == expected[0][1].tokens
     assert alone[third].tokens == generate(PROMPTS[:1], sampling[:1], first_index=2)[0][0].tokens
     assert alone[third].tokens not in [completion.tokens for completion in expected[0]]
-
-
-@pytest.mark.thorough  # starts a real server; what it answers is shown here by one of our own
-def test_transformers_serve_equals_the_native_generator(tmp_path: Path) -> None:
-    """Greedy completions on the same weights."""
-    pytest.importorskip("fastapi", reason="transformers[serving] is not installed")
-    tokenizer = load_tokenizer("tiny-dense")
-    model = memorising_model(tokenizer)
-    directory = export_hf(model, tmp_path / "model")
-    tokenizer.save_pretrained(directory)
-    prompts = [tokenizer.encode(begin) for begin, _ in LEARNED]
-    with transformers_serve(directory, tmp_path) as url:
-        engine = GenerationClient(
-            url, str(directory), api="text", tokenizer=tokenizer, extra=TRANSFORMERS_SERVE, concurrency=1
-        )
-        for limit in (40, 6):  # all end by themselves, none does
-            greedy = SamplingParams(max_new_tokens=limit, temperature=0.0)
-            answered = engine.generate(prompts, greedy, n=2)
-            expected = Generator(model, tokenizer).generate(prompts, greedy, n=2)
-            assert answered == [
-                [replace(completion, logprobs=[], sampled_logprobs=[]) for completion in group] for group in expected
-            ]
-            assert {completion.finish_reason for group in answered for completion in group} == {
-                "stop" if limit == 40 else "length"
-            }
-
-        drawn = SamplingParams(max_new_tokens=6, temperature=3.0, seed=5)
-        (group,) = engine.generate(prompts[:1], drawn, n=4)
-        assert len({completion.text for completion in group}) == 4
-        assert engine.generate(prompts[:1], drawn, n=4) == [group]
-        with pytest.raises(ServerError, match=r"status 422: Unexpected fields in the request: \{'top_k'\}"):
-            engine.generate(prompts[:1], SamplingParams(top_k=3))
-        # It has no ids of the tokens it sampled to give, and an engine that was not told to do without says so.
-        with pytest.raises(ServerError, match=r"needs api=.text"):
-            GenerationClient(url, str(directory), api="openai").generate(prompts[:1], drawn)

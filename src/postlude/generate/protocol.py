@@ -63,8 +63,6 @@ class Completion:
     """One completion, as it was sampled: its tokens are never decoded and encoded again.
 
     The token that ended it is among `tokens`, and so are the tokens of a stop string, of llama.cpp all but the last.
-    The exception is an engine that gets text only, `GenerationClient(..., api="text")`: its `tokens` are encoded from
-    the text, and both lists of log-probs are empty, so that a trainer cannot use them by mistake.
     """
 
     tokens: list[int]

@@ -46,8 +46,6 @@ class ServerAPI(ABC):
     """Whether it reports a hash of each parameter in its memory."""
     can_receive_weights: bool = False
     """Whether it can receive new weights over the network while it runs."""
-    exact_tokens: bool = True
-    """Whether tokens are those that were sampled. If not, they are encoded from text, which may give more."""
     omits_stop_tokens: bool = False
     """Whether a token that ended a completion may be missing, so that a completion may be empty."""
 

@@ -24,12 +24,11 @@ from postlude.serving.clients.postlude import PostludeAPI
 from postlude.serving.clients.remote_server import BUSY_TIMEOUT, RemoteServer, WeightsVersion
 from postlude.serving.clients.server_pool import Counts, ServerPool
 from postlude.serving.clients.sglang import SGLangAPI
-from postlude.serving.clients.text import TextAPI
 from postlude.serving.clients.vllm import VLLMAPI
 from postlude.serving.errors import InvalidResponse, RequestRefused, ServerError, ServerUnavailable
 from postlude.user_code import load_callable
 
-SERVER_APIS = ("auto", "postlude", "vllm", "sglang", "llama.cpp", "openai", "text")
+SERVER_APIS = ("auto", "postlude", "vllm", "sglang", "llama.cpp", "openai")
 # The API of a server by "owned_by" of its models.
 API_BY_OWNER = {"postlude": "postlude", "vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp"}
 CLOSE_TIMEOUT = 5.0  # seconds for connections to close
@@ -40,8 +39,8 @@ class GenerationClient:
     """Client of one or more servers of the same model at `urls`, which may end with /v1.
 
     Prompts are sent as token ids, and servers must return token ids: text that is encoded again can give other tokens
-    than those that were sampled. `api="text"` accepts text, see `TextAPI`. `api="auto"` detects the API of each server.
-    `model` is the servers' name for the model; None if each serves exactly one.
+    than those that were sampled. `api="auto"` detects the API of each server. `model` is the servers' name for the
+    model; None if each serves exactly one.
 
     A server has at most `concurrency` outstanding requests. A request waits `timeout` seconds for its reply.
     `ServerPool` explains `retries`, `backoff` and `outage_timeout`. When no server is left and `outage_timeout` seconds
@@ -85,15 +84,13 @@ class GenerationClient:
         if api not in SERVER_APIS and ".py:" not in api:
             choices = ", ".join(map(repr, SERVER_APIS))
             raise ValueError(f"api is {api!r}, but the choices are {choices}, or your own as path/to/file.py:name.")
-        if api == "text" and (tokenizer is None or model is None):
-            raise ValueError('api="text" needs the tokenizer of the served model, and the model\'s name.')
         if not urls or len(set(urls)) < len(urls):
             raise ValueError(f"urls are {urls}: give at least one, and each server once.")
         user_api: Callable[[], ServerAPI] | None = load_callable(api, kind="ServerAPI") if ".py:" in api else None
         self.tokenizer = tokenizer
 
         def make_server(url: str) -> RemoteServer:
-            server_api = user_api() if user_api else None if api == "auto" else make_api(api, tokenizer, extra)
+            server_api = user_api() if user_api else None if api == "auto" else make_api(api, extra)
             api_or_detector = server_api or partial(detect_api, extra)
             key = api_key(url) if callable(api_key) else api_key
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -270,12 +267,9 @@ async def _gather(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
             task.cancel()
 
 
-def make_api(name: str, tokenizer: ChatTokenizer | None, extra: Mapping[str, Any] | None) -> ServerAPI:
+def make_api(name: str, extra: Mapping[str, Any] | None) -> ServerAPI:
     """Returns the API of this name, for one server."""
     match name:
-        case "text":
-            assert tokenizer is not None
-            return TextAPI(tokenizer, extra)
         case "postlude":
             return PostludeAPI()
         case "vllm":
@@ -294,4 +288,4 @@ def detect_api(extra: Mapping[str, Any] | None, models: Any) -> ServerAPI:
         owner = str(models["data"][0]["owned_by"]).lower()
     except (KeyError, TypeError, IndexError):
         owner = ""
-    return make_api(API_BY_OWNER.get(owner, "openai"), None, extra)
+    return make_api(API_BY_OWNER.get(owner, "openai"), extra)

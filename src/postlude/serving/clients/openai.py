@@ -49,7 +49,7 @@ class OpenAIAPI(ServerAPI):
             return _completion(only_choice(await send("POST", COMPLETIONS, body | self.extra)))
         except RequestRefused as error:
             if "status 422" in str(error):  # unknown fields
-                raise RequestRefused(f'{error}; a text-only server needs api="text"', error.status) from error
+                raise RequestRefused(f"{error}; a server must take and return token ids", error.status) from error
             raise
 
 

@@ -273,7 +273,7 @@ class RemoteServer:
     def _check_completion(self, completion: Completion, request: Request) -> None:
         """Raises for a completion that is not valid for this request."""
         limit = request.sampling.max_new_tokens
-        if self.api.exact_tokens and len(completion.tokens) > limit:
+        if len(completion.tokens) > limit:
             raise InvalidResponse(f"gave {len(completion.tokens)} tokens where at most {limit} were requested")
         if not completion.tokens and not self.api.omits_stop_tokens:
             raise InvalidResponse("gave a completion without a token")
