@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from postlude.data.datasets import Sampler, read_rows
+from postlude.data.datasets import RowOrder, read_rows
 
 ROWS = [{"prompt": f"é {i}", "answer": i} for i in range(5)]
 
@@ -175,44 +175,44 @@ def test_parquet_without_pyarrow_gives_install_hint(tmp_path: Path, monkeypatch:
 
 
 def test_every_epoch_visits_every_row_once() -> None:
-    sampler = Sampler(7, seed=3)
+    sampler = RowOrder(7, seed=3)
     epochs = [sampler.take(7) for _ in range(4)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1
-    assert Sampler(7, seed=4).take(28) != [row for epoch in epochs for row in epoch]
+    assert RowOrder(7, seed=4).take(28) != [row for epoch in epochs for row in epoch]
 
 
 def test_row_order_does_not_depend_on_the_call_sizes() -> None:
-    expected = Sampler(10, seed=1).take(57)
-    pieces = Sampler(10, seed=1)
+    expected = RowOrder(10, seed=1).take(57)
+    pieces = RowOrder(10, seed=1)
     assert [row for count in (0, 3, 10, 24, 20) for row in pieces.take(count)] == expected
 
 
 def test_row_order_is_stable_across_versions() -> None:
-    assert Sampler(8, seed=0).take(16) == [6, 3, 5, 0, 7, 2, 1, 4, 3, 1, 0, 4, 5, 6, 7, 2]
+    assert RowOrder(8, seed=0).take(16) == [6, 3, 5, 0, 7, 2, 1, 4, 3, 1, 0, 4, 5, 6, 7, 2]
 
 
 @pytest.mark.parametrize("count", [0, 3, 7, 14, 16])
 def test_resumed_order_equals_the_uninterrupted_one(count: int) -> None:
-    first = Sampler(7, seed=5)
+    first = RowOrder(7, seed=5)
     first.take(count)
-    second = Sampler(7, seed=5)
+    second = RowOrder(7, seed=5)
     second.restore(json.loads(json.dumps(first.state())))
     assert second.take(20) == first.take(20)
 
 
-@pytest.mark.parametrize("other_sampler", [Sampler(8, seed=5), Sampler(7, seed=6)])
-def test_resuming_with_another_order_is_refused(other_sampler: Sampler) -> None:
+@pytest.mark.parametrize("other_sampler", [RowOrder(8, seed=5), RowOrder(7, seed=6)])
+def test_resuming_with_another_order_is_refused(other_sampler: RowOrder) -> None:
     with pytest.raises(ValueError, match=r"the saved order has (size|seed) \w+, but this one has \w+"):
-        other_sampler.restore(Sampler(7, seed=5).state())
+        other_sampler.restore(RowOrder(7, seed=5).state())
 
 
 def test_damaged_state_and_invalid_settings_give_clear_errors() -> None:
     with pytest.raises(ValueError, match=r"stands at row 9 of 7 in epoch 0\. It is damaged"):
-        Sampler(7).restore({**Sampler(7).state(), "position": 9})
+        RowOrder(7).restore({**RowOrder(7).state(), "position": 9})
     with pytest.raises(ValueError, match="size is 0"):
-        Sampler(0)
+        RowOrder(0)
     with pytest.raises(ValueError, match="seed is -1"):
-        Sampler(1, seed=-1)
+        RowOrder(1, seed=-1)
     with pytest.raises(ValueError, match="count is -1"):
-        Sampler(1).take(-1)
+        RowOrder(1).take(-1)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from postlude.data.datasets import permutation, read_parquet, stream_files
-from postlude.data.row_stream import RowStream
-from postlude.data.streamed_rows import StreamedRows
+from postlude.data.streamed_rows import RowStream, StreamedRows
 from tests.hub_server import serve_hub, use_hub
 
 ROWS = [{"n": number, "text": "é" * (number % 3)} for number in range(23)]

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from postlude import load_tokenizer
-from postlude.data.token_bytes import SPACE, TokenBytes
+from postlude.data.text_tokens import SPACE, TokenBytes
 
 TEXT = "a caf\N{LATIN SMALL LETTER E WITH ACUTE} \N{SNOWMAN}\n"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from postlude.data.datasets import Sampler
+from postlude.data.datasets import RowOrder
 from postlude.data.turn_ends import turn_ends
 from postlude.generate.distributed import ReplicatedGenerator
 from postlude.generate.protocol import Completion, FinishedCompletion, Request, VersionSpan
@@ -118,7 +118,7 @@ class QueueUser:
         self.queue = RolloutQueue(
             self.rollout_sampler,
             self.tasks,
-            Sampler(tasks, 5),
+            RowOrder(tasks, 5),
             samples_per_prompt=SAMPLES,
             prompts_per_step=PROMPTS,
             max_staleness=staleness,
@@ -306,7 +306,7 @@ def queue_and_plain_loop(group: Any) -> list[Any]:
                     for trajectory in trajectories
                 ]
             )
-    sampler, expected = Sampler(len(run.tasks), 5), []
+    sampler, expected = RowOrder(len(run.tasks), 5), []
     for step in range(3):
         tasks = [run.tasks[index] for index in sampler.take(PROMPTS)]
         prompts = [list(task.prompt.encode()) for task in tasks]

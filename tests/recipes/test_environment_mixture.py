@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from postlude.data.datasets import Sampler
+from postlude.data.datasets import RowOrder
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.recipes.checks.preflight import LaunchInfo, PreflightError, PreflightInputs, preflight
 from postlude.recipes.config.load import ConfigError, load
@@ -130,7 +130,7 @@ def test_asynchronous_rollouts_of_a_mixture_keep_their_environments() -> None:
     tasks = JoinedTasks({name: environment.tasks for name, environment in environments.items()})
 
     def order() -> MixedRows[int]:
-        return MixedRows({name: TaskOrder(Sampler(4, 3), 4 * number) for number, name in enumerate("ab")}, [3.0, 1.0])
+        return MixedRows({name: TaskOrder(RowOrder(4, 3), 4 * number) for number, name in enumerate("ab")}, [3.0, 1.0])
 
     sampler = RolloutSampler(
         DelayedEngine(),  # type: ignore[arg-type]
@@ -152,7 +152,7 @@ def test_asynchronous_rollouts_of_a_mixture_keep_their_environments() -> None:
         resumed = RolloutQueue(sampler, tasks, order(), **sizes)
         resumed.restore(json.loads(json.dumps(queue.state())))
         assert resumed.task_sampler.take(8) == queue.task_sampler.take(8)
-        other = RolloutQueue(sampler, tasks, Sampler(8, 3), **sizes)
+        other = RolloutQueue(sampler, tasks, RowOrder(8, 3), **sizes)
         with pytest.raises(ValueError, match="saved order"):
             other.restore(queue.state())
     for environment in environments.values():

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from postlude.data.row_stream import RowStream
-from postlude.data.streamed_rows import StreamedRows
+from postlude.data.streamed_rows import RowStream, StreamedRows
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.recipes.config.data import Examples, LabelledExamples, Pairs
 from postlude.recipes.config.load import ConfigError, load, to_yaml

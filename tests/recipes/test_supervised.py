@@ -142,7 +142,7 @@ def test_rows_with_a_held_out_prompt_are_not_trained_on(tmp_path: Path) -> None:
     for rows in sources:
         batches: ShuffledRows[Any] = ShuffledRows(rows, held_out=3, seed=0)
         assert batches.held_out == [rows[place] for place in (17, 18, 19)]
-        indices = batches.sampler.take(2 * batches.size)
+        indices = batches.order.take(2 * batches.size)
         other_places = [place for place, prompt in enumerate(prompts) if prompt not in prompts[-3:]]
         assert sorted(indices) == sorted(2 * other_places), "twice each of the rows with the other two prompts"
     with pytest.raises(ValueError, match=r"5 rows are to be held out, but 20 rows have 5 different prompts"):

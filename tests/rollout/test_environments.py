@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from postlude.data.chat import Encoder
-from postlude.data.datasets import Sampler, read_rows
+from postlude.data.datasets import RowOrder, read_rows
 from postlude.hf.tokenizer import byte_tokenizer
 from postlude.pool.worker_pool import WorkerError
 from postlude.rollout.environments import MultiTurn, SingleTurn, Transcript, TurnResult, is_chat
@@ -78,7 +78,7 @@ def test_held_out_prompts_are_none_of_those_trained_on() -> None:
     tasks = copies(*numbers)
     held_out = hold_out(tasks, 6)
     assert held_out.indices == [54, 55, 56, 57, 58, 59]
-    sampler = Sampler(len(tasks), seed=1, skip=held_out)
+    sampler = RowOrder(len(tasks), seed=1, skip=held_out)
     kept_count = sum(number not in numbers[54:] for number in numbers)
     trained = sampler.take(3 * kept_count)
     assert all(trained.count(index) == 3 for index in trained), "every other task once an epoch"

@@ -1,4 +1,4 @@
-"""Rows of a dataset from JSONL, JSON, CSV or parquet files, and the order in which they are visited."""
+"""Rows of a dataset from JSONL, JSON, CSV or parquet files, the order in which they are visited, and RowSource."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import json
 import logging
 import sys
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from postlude.data.dataset_splits import choose_files
 from postlude.data.hub import HubRepo, HubSnapshot, hub_repo
@@ -29,6 +30,7 @@ DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", 
 """Files that describe a dataset and hold no rows of it."""
 DOCUMENTS = (".", "_", "README", "LICENSE")
 """Prefixes of files that are skipped without a warning."""
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -350,16 +352,16 @@ class HeldOutRows:
         return isinstance(index, int) and self.identity(index) in self.tasks
 
 
-class Sampler:
+class RowOrder:
     """The order in which `size` rows are visited: each once per epoch, shuffled by `seed` and the epoch's number.
 
     Without `shuffle` it is the order of the rows. Rows in `skip` are left out; it must not hold all of them. `state()`
-    is plain JSON. A sampler restored from it continues with exactly the rows that would have followed.
+    is plain JSON. An order restored from it continues with exactly the rows that would have followed.
     """
 
     def __init__(self, size: int, seed: int = 0, *, skip: Container[int] = (), shuffle: bool = True) -> None:
         if size < 1:
-            raise ValueError(f"size is {size}, but a sampler needs at least one row.")
+            raise ValueError(f"size is {size}, but an order needs at least one row.")
         if seed < 0:
             raise ValueError(f"seed is {seed}, but the minimum is 0.")
         self.size = size
@@ -396,7 +398,7 @@ class Sampler:
         return {"size": self.size, "seed": self.seed, "epoch": self.epoch, "position": self.position}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from a state of a sampler of the same size and seed."""
+        """Continues from a state of an order of the same size and seed."""
         for name in ("size", "seed"):
             if state.get(name) != getattr(self, name):
                 raise ValueError(
@@ -423,3 +425,54 @@ def permutation(size: int, *seed: int) -> list[int]:
     generator = np.random.RandomState(np.random.MT19937(np.random.SeedSequence(list(seed))))
     order: list[int] = generator.permutation(size).tolist()
     return order
+
+
+class RowSource(ABC, Generic[Row]):
+    """Rows without end, epoch after epoch, and rows that are held out. Every rank gets the same ones.
+
+    A new kind of source is one class. One that overrides nothing else holds out no rows.
+    """
+
+    @property
+    @abstractmethod
+    def size(self) -> int | None:
+        """Rows of an epoch, without those held out; None if that is unknown."""
+
+    @property
+    def identities(self) -> set[bytes]:
+        """The identities of the tasks of all rows; empty if they are not known before they are read."""
+        return set()
+
+    @property
+    def held_out(self) -> Sequence[Row]:
+        """The rows that are never trained on."""
+        return ()
+
+    @property
+    def held_out_identities(self) -> set[bytes]:
+        """The identities of the held-out rows' tasks."""
+        return set()
+
+    @property
+    @abstractmethod
+    def progress(self) -> float:
+        """Epochs done, with the fraction of the current one."""
+
+    @abstractmethod
+    def take(self, count: int) -> list[Row]:
+        """Returns the next rows."""
+
+    def exclude(self, identities: set[bytes]) -> None:
+        """Leaves out rows of these tasks, which another dataset holds out. A source that holds out none ignores it."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Returns its position as JSON."""
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues from a state."""
+
+    def metrics(self) -> dict[str, float]:
+        """Returns what a step reports about the rows so far."""
+        return {}

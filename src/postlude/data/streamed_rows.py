@@ -1,21 +1,89 @@
-"""StreamedRows: rows that are read and encoded while a run trains, shuffled within a buffer, resumed to the row."""
+"""StreamedRows: rows that are read and encoded while a run trains, shuffled within a buffer, resumed to the row.
+
+RowStream reads the rows of a dataset in order from its files as they are needed. Its position is plain JSON. A stream
+that is moved to a position continues with the row that would have followed: of a .jsonl file it goes to the byte, of a
+.parquet file to the row group, and any other file it reads from its start.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from postlude.data.datasets import permutation
-from postlude.data.row_source import RowSource
-from postlude.data.row_stream import RowStream, StreamPosition
+from postlude.data.datasets import RowSource, file_format, parse_line, permutation, read_file, read_parquet
 from postlude.data.task_identity import TaskSet, first_different
 
 Row = TypeVar("Row")
 RowEncoder: TypeAlias = Callable[[Sequence[Mapping[str, Any]], Sequence[str]], list[list[Row]]]
 """Encodes rows, given where each is. Each gives a list: of several where a turn is a row, empty if it is dropped."""
 READ_TOGETHER = 256  # rows in their order; and the fewest that are encoded together
+
+
+@dataclass(frozen=True)
+class StreamPosition:
+    """The place of the next row: rows read of a file, and in a .jsonl file also lines and bytes."""
+
+    epoch: int = 0
+    file: int = 0
+    row: int = 0
+    line: int = 0
+    offset: int = 0
+
+    def state(self) -> dict[str, int]:
+        return asdict(self)
+
+
+class RowStream:
+    """Reads the rows of files in their order. `files[i]` may download a file when it is first read."""
+
+    def __init__(self, files: Sequence[Path], position: StreamPosition | None = None) -> None:
+        self.files, self.position = files, position or StreamPosition()
+        self._reader: Iterator[tuple[str, Mapping[str, Any], int, int]] | None = None
+
+    def read(self, count: int) -> list[tuple[str, Mapping[str, Any]]]:
+        """Returns the next `count` rows, each after where it is; fewer where the epoch ends."""
+        rows: list[tuple[str, Mapping[str, Any]]] = []
+        while len(rows) < count and self.position.file < len(self.files):
+            if self._reader is None:
+                self._reader = _rows_from(self.files[self.position.file], self.position)
+            entry = next(self._reader, None)
+            if entry is None:
+                self.seek(StreamPosition(self.position.epoch, self.position.file + 1))
+            else:
+                location, row, line, offset = entry
+                rows.append((location, row))
+                self.position = replace(self.position, row=self.position.row + 1, line=line, offset=offset)
+        return rows
+
+    def seek(self, position: StreamPosition) -> None:
+        """Continues from a position."""
+        self.position, self._reader = position, None
+
+    @property
+    def progress(self) -> float:
+        """Epochs done, with the fraction of files done in the current one."""
+        return self.position.epoch + self.position.file / len(self.files)
+
+
+def _rows_from(file: Path, position: StreamPosition) -> Iterator[tuple[str, Mapping[str, Any], int, int]]:
+    """Yields where each row is, the row, and the lines and bytes up to it."""
+    if file_format(file) in (".jsonl", ".ndjson") and not file.name.lower().endswith(".gz"):
+        with file.open("rb") as opened:
+            opened.seek(position.offset)
+            offset = position.offset
+            for number, line in enumerate(opened, start=position.line + 1):
+                offset += len(line)
+                if (parsed := parse_line(line, number, file.name)) is not None:
+                    yield *parsed, number, offset
+    elif file_format(file) == ".parquet":
+        yield from ((location, row, 0, 0) for location, row in read_parquet(file, skip=position.row))
+    else:
+        rows = itertools.islice(read_file(file), position.row, None)
+        yield from ((location, row, 0, 0) for location, row in rows)
 
 
 class StreamedRows(RowSource[Row]):
@@ -77,13 +145,7 @@ class StreamedRows(RowSource[Row]):
         return None
 
     @property
-    def identities(self) -> set[bytes]:
-        """Unknown: rows are read as they are needed."""
-        return set()
-
-    @property
     def held_out(self) -> Sequence[Row]:
-        """The rows that are never returned."""
         return self._held_out
 
     @property
@@ -93,15 +155,12 @@ class StreamedRows(RowSource[Row]):
 
     @property
     def held_out_identities(self) -> set[bytes]:
-        """The identities of the held-out rows' tasks."""
         return self._held_out_identities
 
     def exclude(self, identities: set[bytes]) -> None:
-        """Leaves out every row of these tasks."""
         self._excluded.update(identities)
 
     def state(self) -> dict[str, Any]:
-        """Returns its position as JSON."""
         settings = {"files": len(self.files), "seed": self.seed, "buffer": self.buffer}
         place = {"start": self.start.state(), "number": self.number, "done": self.done, "part": self.part}
         return {**settings, **place}

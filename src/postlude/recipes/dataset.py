@@ -21,7 +21,7 @@ from postlude.data.datasets import Rows, stream_files
 from postlude.data.encoded_dataset import EncodedDataset, cache_key
 from postlude.data.encoding import CHUNK, encode
 from postlude.data.row_formats import ALPACA, SHAREGPT, alpaca_prompt, read_cells, with_system_column
-from postlude.data.row_stream import RowStream
+from postlude.data.streamed_rows import RowStream
 from postlude.data.task_identity import row_identity
 from postlude.recipes.config.data import DatasetPath, Examples, Mixture, Pairs
 from postlude.recipes.sequence_limit import SequenceLimit

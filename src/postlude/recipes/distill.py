@@ -12,7 +12,7 @@ from torch import Tensor
 
 from postlude.data import Batch
 from postlude.data.chat import EncodedSequence
-from postlude.data.row_source import RowSource
+from postlude.data.datasets import RowSource
 from postlude.engine import Engine
 from postlude.engine.reference import Reference
 from postlude.recipes.chat_template import prepare_chat

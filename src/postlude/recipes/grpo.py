@@ -15,7 +15,7 @@ import torch
 
 from postlude.data import Batch
 from postlude.data.chat import EncodedSequence
-from postlude.data.datasets import Sampler
+from postlude.data.datasets import RowOrder
 from postlude.data.microbatch import ROUTING
 from postlude.engine import Engine
 from postlude.engine.reference import Reference
@@ -110,10 +110,10 @@ class GRPOTrainer(Trainer):
         tasks_by_name = {name: environment.tasks for name, environment in self.environments.items()}
         self.evaluated = evaluated_tasks(tasks_by_name, evaluation.held_out, evaluation.split_by, tasks_by_set)
         samplers = {
-            name: Sampler(len(tasks), seeds[name], skip=self.evaluated[name]) for name, tasks in tasks_by_name.items()
+            name: RowOrder(len(tasks), seeds[name], skip=self.evaluated[name]) for name, tasks in tasks_by_name.items()
         }
         self.tasks: Tasks
-        self.task_sampler: Sampler | MixedRows[int]
+        self.task_sampler: RowOrder | MixedRows[int]
         if not isinstance(config.environment, EnvironmentMixture):
             (self.tasks,), (self.task_sampler,) = tasks_by_name.values(), samplers.values()
         else:

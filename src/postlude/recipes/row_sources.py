@@ -8,8 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from postlude.data.datasets import HeldOutRows, Sampler
-from postlude.data.row_source import RowSource
+from postlude.data.datasets import HeldOutRows, RowOrder, RowSource
 from postlude.recipes.report.metrics import ROWS
 from postlude.rollout.tasks import task_identity
 
@@ -43,104 +42,73 @@ def _identity_by_index(rows: IndexedRows[Any]) -> Callable[[int], bytes]:
     return getattr(rows, "identity", None) or (lambda index: task_identity(rows[index]))  # encoded rows, or tasks
 
 
-class ShuffledRows(RowSource[Row]):
+class OrderedRows(RowSource[Row]):
+    """Rows of known number, in the order of a `RowOrder`."""
+
+    def __init__(self, order: RowOrder) -> None:
+        self.order = order
+
+    @property
+    def size(self) -> int:
+        return self.order.size
+
+    @property
+    def progress(self) -> float:
+        return self.order.progress
+
+    def state(self) -> dict[str, Any]:
+        return self.order.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.order.restore(state)
+
+
+class ShuffledRows(OrderedRows[Row]):
     """Rows of known number: each once an epoch, in shuffled order or, without `shuffle`, in their own."""
 
     def __init__(self, rows: IndexedRows[Row], *, held_out: int, seed: int, shuffle: bool = True) -> None:
         self.rows = rows
         self.skip = hold_out_rows(rows, held_out) if held_out else None
         self._held_out_identities = set[bytes]() if self.skip is None else set(self.skip.tasks.identities)
-        self.sampler = Sampler(len(rows), seed, skip=self.skip or (), shuffle=shuffle)
+        super().__init__(RowOrder(len(rows), seed, skip=self.skip or (), shuffle=shuffle))
 
     def take(self, count: int) -> list[Row]:
-        """Returns the next rows."""
-        return [self.rows[index] for index in self.sampler.take(count)]
+        return [self.rows[index] for index in self.order.take(count)]
 
     @property
     def identities(self) -> set[bytes]:
-        """The identities of the tasks of all rows."""
         return set(map(_identity_by_index(self.rows), range(len(self.rows))))
 
     @property
     def held_out(self) -> Sequence[Row]:
-        """The rows that are never trained on."""
         return [] if self.skip is None else [self.rows[index] for index in self.skip.indices]
 
     @property
     def held_out_identities(self) -> set[bytes]:
-        """The identities of the held-out rows' tasks."""
         return self._held_out_identities
 
     def exclude(self, identities: set[bytes]) -> None:
-        """Leaves out rows of these tasks."""
         if self.skip is not None:
             self.skip.exclude(identities)
 
     @property
     def size(self) -> int:
-        """Rows of an epoch."""
         skip = self.skip
         return len(self.rows) if skip is None else sum(index not in skip for index in range(len(self.rows)))
 
-    @property
-    def progress(self) -> float:
-        """Epochs done."""
-        return self.sampler.progress
 
-    def state(self) -> dict[str, Any]:
-        """Returns the position in the rows."""
-        return self.sampler.state()
+class TaskOrder(OrderedRows[int]):
+    """The indices of the tasks of one environment among those of several: from `first` on, in their order.
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from a state."""
-        self.sampler.restore(state)
+    The order skips what is held out.
+    """
 
-
-class TaskOrder(RowSource[int]):
-    """The indices of the tasks of one environment among those of several: from `first` on, in the sampler's order."""
-
-    def __init__(self, sampler: Sampler, first: int) -> None:
-        self.sampler, self.first = sampler, first
+    def __init__(self, order: RowOrder, first: int) -> None:
+        super().__init__(order)
+        self.first = first
 
     def take(self, count: int) -> list[int]:
-        """Returns the next indices."""
-        return [self.first + index for index in self.sampler.take(count)]
-
-    @property
-    def identities(self) -> set[bytes]:
-        """None: a run asks its tasks for them."""
-        return set()
-
-    @property
-    def held_out(self) -> Sequence[int]:
-        """None: the sampler skips what is held out."""
-        return ()
-
-    @property
-    def held_out_identities(self) -> set[bytes]:
-        """None, as `held_out`."""
-        return set()
-
-    def exclude(self, identities: set[bytes]) -> None:
-        """Does nothing, as the sampler skips what others hold out."""
-
-    @property
-    def size(self) -> int:
-        """The number of tasks."""
-        return self.sampler.size
-
-    @property
-    def progress(self) -> float:
-        """Epochs done."""
-        return self.sampler.progress
-
-    def state(self) -> dict[str, Any]:
-        """Returns the position in the tasks."""
-        return self.sampler.state()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from a state."""
-        self.sampler.restore(state)
+        return [self.first + index for index in self.order.take(count)]
 
 
 class MixedRows(RowSource[Row]):
@@ -160,7 +128,6 @@ class MixedRows(RowSource[Row]):
         self.counts = [0] * len(self.weights)
 
     def take(self, count: int) -> list[Row]:
-        """Returns the next rows."""
         sources, rows = list(self.sources.values()), []
         for _ in range(count):
             index = next_dataset(self.weights, self.counts)
@@ -170,21 +137,17 @@ class MixedRows(RowSource[Row]):
 
     @property
     def identities(self) -> set[bytes]:
-        """Those of every dataset that knows them."""
         return set().union(*(source.identities for source in self.sources.values()))
 
     @property
     def held_out(self) -> Sequence[Row]:
-        """The held-out rows of every dataset."""
         return [row for source in self.sources.values() for row in source.held_out]
 
     @property
     def held_out_identities(self) -> set[bytes]:
-        """Those of every dataset."""
         return set().union(*(source.held_out_identities for source in self.sources.values()))
 
     def exclude(self, identities: set[bytes]) -> None:
-        """Leaves them out of every dataset."""
         for source in self.sources.values():
             source.exclude(identities)
 
@@ -205,7 +168,6 @@ class MixedRows(RowSource[Row]):
         return {f"{ROWS}{name}": float(count) for name, count in zip(self.sources, self.counts, strict=True)}
 
     def state(self) -> dict[str, Any]:
-        """Returns the position in every dataset."""
         states = {name: source.state() for name, source in self.sources.items()}
         return {"weights": self.weights, "counts": list(self.counts), "sources": states}
 

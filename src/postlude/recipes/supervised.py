@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from postlude.data import Batch
 from postlude.data.chat import EncodedSequence
-from postlude.data.row_source import RowSource
+from postlude.data.datasets import RowSource
 from postlude.data.streamed_rows import StreamedRows
 from postlude.objectives import Objective
 from postlude.recipes.chat_template import prepare_chat

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from postlude.data.datasets import Sampler
+from postlude.data.datasets import RowOrder
 from postlude.recipes.rollouts.sampler import RolloutSampler
 from postlude.recipes.row_sources import MixedRows
 from postlude.rollout.conversations import Trajectory, TrajectoryGroup
@@ -43,7 +43,7 @@ class RolloutQueue:
         self,
         rollout_sampler: RolloutSampler,
         tasks: Tasks,
-        task_sampler: Sampler | MixedRows[int],
+        task_sampler: RowOrder | MixedRows[int],
         *,
         samples_per_prompt: int,
         prompts_per_step: int,

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 from postlude.data.chat import Encoder
 from postlude.data.chat_template import ChatTemplate
 from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.data.text_tokens import TokenBytes
 from postlude.data.thoughts import ThoughtMarkers
-from postlude.data.token_bytes import TokenBytes
 from postlude.data.tool_calls import (
     MalformedCall,
     ParameterTypes,
