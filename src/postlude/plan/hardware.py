@@ -28,8 +28,8 @@ class Hardware:
     """Bytes that a GPU sends to others of its node."""
     inter_node: float = 50 * GB
     """Bytes that a GPU sends to other nodes."""
-    host: float = 45 * GB
-    """Bytes between the GPU and host memory, while both directions are in use."""
+    host: float = 55 * GB
+    """Bytes between the GPU and host memory, one direction at a time."""
     latency: float = 2e-5
     """Seconds that a transfer takes in addition."""
     efficiency: float = 0.45
