@@ -241,7 +241,7 @@ class ModelRequests:
             if sampler_id in self._service.samplers.samplers:
                 raise ValueError(f"{sampler_id} samples other weights already: give another sampling_session_seq_id.")
             await self._backend.snapshot_sampler(model.model_id, sampler_id)
-            await self._service.samplers.made_snapshot(SamplingSession(record, owner, model.session_id))
+            await self._service.samplers.register_snapshot(SamplingSession(record, owner, model.session_id))
             await self._service.record_sampler(model.session_id, record)
             return {"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}
 

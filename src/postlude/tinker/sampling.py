@@ -74,7 +74,7 @@ class Samplers:
             await self._backend.open_sampler(identity, sampler.record.base_model, directory)
             sampler.is_open = True
 
-    async def made_snapshot(self, sampler: SamplingSession) -> None:
+    async def register_snapshot(self, sampler: SamplingSession) -> None:
         """Registers a sampler whose weights the backend has taken from a model."""
         sampler.is_open = True
         self.add(sampler)

@@ -48,7 +48,7 @@ class Operation:
     """Frees what `prepare` made, if it does not run."""
     future: Future = field(init=False)
     arrived: float = field(default_factory=time.monotonic)
-    knows_failure: Future | None = None
+    acknowledged_failure: Future | None = None
     """The failed pass that its client had been told of when it sent this."""
 
 
@@ -136,7 +136,7 @@ class TrainingQueues:
         operation.future = self._futures.add(request_id, model.owner, operation.kind, operation.content)
         failed = model.failed_pass
         if failed is not None and failed.fetched is not None:
-            operation.knows_failure = failed
+            operation.acknowledged_failure = failed
         model.waiting[seq_id] = operation
         self._queued_bytes[model.owner] += operation.size
         self._prepare_next(model)
@@ -267,7 +267,7 @@ class TrainingQueues:
             if not ran.done():
                 ran.set_result(None)
 
-        if model.failed_pass is not None and operation.knows_failure is model.failed_pass:
+        if model.failed_pass is not None and operation.acknowledged_failure is model.failed_pass:
             model.failed_pass = None
         if model.failed_pass is not None and operation.role != "other":
             reason = model.failed_pass.failure
