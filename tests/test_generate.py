@@ -13,7 +13,7 @@ from postlude import Engine, Layout, export_hf, load_model, load_tokenizer
 from postlude.cli import main
 from postlude.commands.chat import Conversation
 from postlude.data.chat import Encoder
-from postlude.data.turn_ends import turn_ends
+from postlude.data.turn_encoding import turn_ends
 from postlude.generate.distributed import SyncedGenerator
 from postlude.generate.generator import Generator
 from postlude.generate.protocol import Completion

@@ -2,7 +2,7 @@
 
 import threading
 
-from postlude.world.stall_watchdog import StallWatchdog
+from postlude.world.failure_report import StallWatchdog
 
 
 def test_host_stuck_behind_a_stuck_gpu_is_reported() -> None:

@@ -13,7 +13,7 @@ import pytest
 from postlude.cluster.actor_pool import TRIES, ActorPool
 from postlude.cluster.server_actors import RayLauncher
 from postlude.generate.protocol import Request, VersionSpan
-from postlude.pool.open_pool import open_pool
+from postlude.pool.process_pool import open_pool
 from postlude.pool.worker_pool import CallResult, PoolFactory, WorkerError, WorkerPool
 from postlude.serving.clients.remote_server import WeightsVersion
 from postlude.serving.launch.supervisor import ServerSupervisor, SupervisedClient

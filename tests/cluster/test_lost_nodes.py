@@ -14,7 +14,7 @@ import pytest
 from postlude.cluster.actor_pool import ActorPool
 from postlude.cluster.server_actors import RayLauncher
 from postlude.generate.protocol import Request
-from postlude.pool.open_pool import open_pool
+from postlude.pool.process_pool import open_pool
 from postlude.pool.worker_pool import CallResult
 from postlude.serving.clients.remote_server import WeightsVersion
 from postlude.serving.launch.supervisor import ServerSupervisor, SupervisedClient

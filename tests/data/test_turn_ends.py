@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from postlude.data.chat import Encoder
-from postlude.data.turn_ends import turn_ends
+from postlude.data.turn_encoding import turn_ends
 from postlude.generate.generator import Generator
 from postlude.hf.export import export_hf
 from postlude.hf.load import load_model, load_tokenizer

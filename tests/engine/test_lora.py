@@ -13,7 +13,7 @@ from postlude import Engine, LanguageModel, Layout, Loss, OutputInputs
 from postlude.engine.adapters import export_adapter, load_adapter, stream_adapters
 from postlude.engine.failure_state import OFFLOADED
 from postlude.hf.linear_layers import linear_layers
-from postlude.hf.merge_adapter import read_saved_adapter
+from postlude.hf.read_peft import read_saved_adapter
 from postlude.lora import LoRA
 from postlude.model.adapters import is_adapter
 from postlude.model.blocks import BLOCKS, MoEConfig

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from postlude import AdamW, Batch, Layout, load_model
 from postlude import ranks as started
 from postlude.engine import SGD, Engine
-from postlude.engine import offload as offloading
+from postlude.engine.optimizers import PIECE_BYTES
 from postlude.engine.optimizers import build as optimizer_of
 from postlude.hf.builtin import tiny_hybrid
 from postlude.model import LanguageModel
@@ -208,7 +208,7 @@ def test_split_weights_of_every_block_are_bit_identical_to_one_rank(ranks: Any) 
 def update_in_pieces(group: Any) -> bool:
     """Returns whether state loaded in pieces of a row or two updates weights like state that is not."""
     results = []
-    for piece_bytes in (offloading.PIECE_BYTES, 1 << 14):
+    for piece_bytes in (PIECE_BYTES, 1 << 14):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("postlude.engine.optimizers.PIECE_BYTES", piece_bytes)
             engine = of_kind("split, 8-bit moments, offload")

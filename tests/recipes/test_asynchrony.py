@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from postlude.data.datasets import RowOrder
-from postlude.data.turn_ends import turn_ends
+from postlude.data.turn_encoding import turn_ends
 from postlude.generate.distributed import ReplicatedGenerator
 from postlude.generate.protocol import Completion, FinishedCompletion, Request, VersionSpan
 from postlude.generate.sampling_params import SamplingParams
@@ -28,7 +28,7 @@ from postlude.recipes.rollouts.queue import RolloutQueue, policy_lag
 from postlude.recipes.rollouts.sampler import RolloutSampler
 from postlude.recipes.run.directory import read_metrics
 from postlude.recipes.run.outcome import RunOutcome
-from postlude.recipes.run.step_timer import StepTimer
+from postlude.recipes.run.schedule import StepTimer
 from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.recipes.training_run import run_training
 from postlude.rollout.async_environment import AsyncEnvironment

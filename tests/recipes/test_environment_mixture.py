@@ -20,7 +20,7 @@ from postlude.recipes.ppo import PPOTrainer
 from postlude.recipes.rollouts.queue import RolloutQueue
 from postlude.recipes.rollouts.sampler import RolloutSampler
 from postlude.recipes.row_sources import MixedRows, TaskOrder
-from postlude.recipes.run.step_timer import StepTimer
+from postlude.recipes.run.schedule import StepTimer
 from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.recipes.training_run import run_training
 from postlude.rollout.environments import SingleTurn

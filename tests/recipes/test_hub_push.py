@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import errors
 
 from postlude.recipes.config.load import ConfigError, load
-from postlude.recipes.hub_push import check_push
+from postlude.recipes.export import check_push
 from postlude.recipes.registry import RECIPES
 from postlude.recipes.run.outcome import read_outcome
 from tests.conftest import Ranks
@@ -36,7 +36,7 @@ def run_sft(group: Any, directory: str, failure: str | None) -> list[Any]:
         patch.setattr(huggingface_hub, "HfApi", Api)
         patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         patch.setattr(huggingface_hub, "get_token", lambda: TOKEN)
-        patch.setattr("postlude.recipes.hub_push.LOG.warning", lambda text, *values: calls.append(text % values))
+        patch.setattr("postlude.recipes.export.LOG.warning", lambda text, *values: calls.append(text % values))
         options = ["--budget=128", "--batch_size=4", "--steps=1", "--loggers=[]", "--push_to_hub=me/model"]
         paths = [f"--data.path={directory}/rows.jsonl", f"--run={directory}/run"]
         RECIPES["sft"].run(load(RECIPES["sft"].config, None, [*options, *paths]), "cpu")

@@ -22,7 +22,7 @@ from postlude.recipes.config.recipe_configs import EvalConfig
 from postlude.recipes.config.settings import SamplingSettings
 from postlude.recipes.rollouts.sampler import RolloutSampler, trajectory_metrics
 from postlude.recipes.run.directory import read_metrics
-from postlude.recipes.run.step_timer import StepTimer
+from postlude.recipes.run.schedule import StepTimer
 from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.rollout.conversations import Trajectory
 from postlude.rollout.environments import MultiTurn, TurnResult

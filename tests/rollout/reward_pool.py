@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from postlude.pool.open_pool import open_pool
+from postlude.pool.process_pool import open_pool
 from postlude.pool.worker_pool import CallResult, PoolFactory
 from postlude.rollout.rewards import FailureCounter, Score, failure_message, is_reply, read_score
 

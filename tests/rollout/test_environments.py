@@ -179,7 +179,7 @@ def test_transcript_trains_on_the_sampled_tokens() -> None:
 
 SAME_SEED = """
 from postlude.rollout.verifiers import GymEntries, decode_entries
-from postlude.pool.open_pool import open_pool
+from postlude.pool.process_pool import open_pool
 workers = open_pool(GymEntries("word_ladder", {}, 3, 300), count=1, timeout=60.0)
 pages = [workers.call_all([(index, index + 1)])[0].value for index in (299, 0, 256)]
 print([decode_entries(page)[0]["question"] for page in pages])

@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from postlude.pool.open_pool import open_pool
-from postlude.pool.process_pool import _WorkerProcess
+from postlude.pool.process_pool import _WorkerProcess, open_pool
 from postlude.pool.worker_pool import CallResult, WorkerError
 from postlude.rollout.rewards import Score
 from postlude.rollout.verifiers import ExactReward, MathReward, extract
@@ -183,7 +182,7 @@ def test_closing_ends_the_workers() -> None:
 
 TRAINER = """
 import os, signal
-from postlude.pool.open_pool import open_pool
+from postlude.pool.process_pool import open_pool
 from tests.rollout.functions import process_id
 workers = open_pool(process_id, count=1, timeout=60.0)
 print(workers.call_all([()])[0].value, flush=True)
@@ -316,7 +315,7 @@ def test_function_that_workers_cannot_load_is_refused() -> None:
 
 
 SCRIPT = """
-from postlude.pool.open_pool import open_pool
+from postlude.pool.process_pool import open_pool
 def reward(prompt, completion, example):
     return 4.0
 GUARD

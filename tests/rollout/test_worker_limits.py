@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from postlude.pool.limits import WorkerLimits
-from postlude.pool.open_pool import open_pool
+from postlude.pool.process_pool import open_pool
 from postlude.pool.worker_pool import WorkerError
 from tests.rollout.functions import detach_and_kill_supervisors, read_variables, start_detached_session, use
 from tests.rollout.test_rewards import has_exited

@@ -1,6 +1,8 @@
 """The driver: starts a run's ranks on a Ray cluster, shows their output, and restarts them when one is lost.
 
 `run_service_on_ray` starts ranks that serve, not a recipe: one function on all of them, until all return.
+
+`ForwardedView` is a rank's progress view, which the driver shows; `DriverDisplay` is the driver's side.
 """
 
 from __future__ import annotations
@@ -8,16 +10,16 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from postlude.cluster.actor_pool import ActorPool
-from postlude.cluster.forwarded_view import DriverDisplay, ForwardedView
 from postlude.cluster.message_relay import MessageRelay
 from postlude.cluster.rank_actors import RankActors, RankLost, RankResult, RunFailure, failure_of
 from postlude.cluster.ray_cluster import LOCAL, ResourceNeeds, connected_to_ray
@@ -25,8 +27,9 @@ from postlude.cluster.server_actors import RayLauncher
 from postlude.pool.worker_pool import START_LIMIT
 from postlude.recipes.config.settings import ClusterSettings
 from postlude.recipes.registry import Recipe
+from postlude.recipes.report.live import LiveView
 from postlude.recipes.rollouts.engine import SERVERS
-from postlude.recipes.run.directory import RunDirectory
+from postlude.recipes.run.directory import RunDirectory, flatten, is_rank0
 from postlude.recipes.run.lock import wait_for
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import Runtime
@@ -39,6 +42,74 @@ from postlude.world.signals import SIGNALS, ending_signals
 LOG = logging.getLogger("postlude")
 LOCK_TIMEOUT = 30.0  # seconds that ranks which were stopped may still hold the run's directory
 STOP_TIMEOUT = 300.0  # seconds that ranks have to end after a signal
+
+
+class ForwardedView:
+    """Sends rank 0's progress to the driver's `LiveView`. On other ranks it does nothing."""
+
+    def __init__(self, relay: Any, total: int, **settings: Any) -> None:
+        self.relay, self.silent = relay, not is_rank0()
+        self.settings = {"total": total, **settings}
+
+    def __enter__(self) -> Self:
+        self._send("start of view", self.settings)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._send("end of view")
+
+    def set_phase(self, phase: str) -> None:
+        """Shows the current phase."""
+        self._send("phase", phase)
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Shows a finished step."""
+        numbers = {name: value for name, value in flatten(metrics).items() if isinstance(value, int | float)}
+        self._send("update", step, numbers)
+
+    def show_notice(self, notice: str) -> bool:
+        """Returns false: the panel is the driver's."""
+        return False
+
+    def _send(self, *message: Any) -> None:
+        if not self.silent:
+            self.relay.send.remote(*message)
+
+
+class DriverDisplay:
+    """Shows the messages of ranks, on the driver."""
+
+    def __init__(self) -> None:
+        self.view: LiveView | None = None
+        self.run_started = False
+        """Whether a view was shown: the run has started or resumed."""
+
+    def show(self, messages: list[tuple[Any, ...]]) -> None:
+        """Shows messages."""
+        for message in messages:
+            match message:
+                case ("output", stream, text):
+                    print(text, end="", flush=True, file=sys.stderr if stream == "stderr" else sys.stdout)
+                case ("start of view", settings):
+                    self.close_view()
+                    self.run_started = True
+                    self.view = LiveView(**settings, silent=False).__enter__()
+                case ("phase", phase) if self.view is not None:
+                    self.view.set_phase(phase)
+                case ("update", step, metrics) if self.view is not None:
+                    self.view.update(step, metrics)
+                case ("end of view",):
+                    self.close_view()
+
+    def show_notice(self, notice: str) -> bool:
+        """Shows a line in the panel, if there is one."""
+        return self.view is not None and self.view.show_notice(notice)
+
+    def close_view(self) -> None:
+        """Closes the progress view, as its ranks have finished or are lost."""
+        if self.view is not None:
+            self.view.__exit__()
+            self.view = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 
 from postlude.data.chat import Encoder, Prompt
 from postlude.data.chat_tokenizer import ChatTokenizer
-from postlude.data.turn_ends import turn_ends
+from postlude.data.turn_encoding import turn_ends
 from postlude.generate.generator import Generator
 from postlude.generate.sampling_params import SamplingParams
 from postlude.hf.load import load_model, load_tokenizer

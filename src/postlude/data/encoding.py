@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from postlude.pool.open_pool import open_pool
+from postlude.pool.process_pool import open_pool
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

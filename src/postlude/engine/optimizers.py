@@ -3,12 +3,14 @@
 AdamW in fp32 is torch's fused step. Large tensors on a GPU, weights or moments below 32 bits, and state in host memory
 use the step of `ops/adamw.py`. Both clip inside the step and change nothing if the gradient's norm is not finite, so
 that they need no synchronisation to read the norm. SGD reads it on the host.
+
+Optimizer state in host memory is copied to the device and back piece by piece during a step, while it computes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from postlude.engine.gradients import clip
-from postlude.engine.offload import PIECE_BYTES, OffloadedWork, in_host_memory, run_offloaded
 from postlude.model.parallel import is_dtensor, local_shard, region
 from postlude.ops.adamw import adamw_step, bias_corrections, name_seed
 from postlude.ops.adamw_storage import BLOCK, AdamWHyperparameters, Moment, QuantizedMoment, TensorSlice, scales_shape
@@ -30,6 +31,14 @@ from postlude.sharded_tensors import TensorShard
 LARGE = 1 << 22  # elements; a tensor with at least so many on a GPU is updated by a kernel launch of its own
 FIRST, SECOND, LOW = "exp_avg", "exp_avg_sq", "low"  # as torch calls the first two
 CODES, SCALES = "_codes", "_scales"
+PIECE_BYTES = 1 << 26
+"""Bytes that are copied to the device at a time, unless a single row has more."""
+SLOTS = 3
+"""Pieces on the device at a time: one that arrives, one that is computed on, one that leaves."""
+ALIGNED = 256
+
+OffloadedWork = tuple[Sequence[Tensor], Callable[[Sequence[Tensor]], None]]
+"""Pieces of host memory, and a function that updates copies of them in place."""
 
 
 def build(
@@ -295,3 +304,53 @@ def _set_groups(optimizer: torch.optim.Optimizer, lr: float, weight_decay: float
 def _gradient(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
+
+
+def in_host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns zeros in host memory; pinned if the device is a GPU."""
+    return torch.zeros(*shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def run_offloaded(works: Sequence[OffloadedWork], device: torch.device) -> None:
+    """Runs each function on the GPU, while the next one's pieces arrive and the last one's leave.
+
+    Host memory may be read when the device has finished its queue.
+    """
+    if not works:
+        return
+    current = torch.cuda.current_stream(device)
+    inward, outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    slot_bytes = max(sum(map(_aligned_bytes, pieces)) for pieces, _ in works)
+    slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+    slot_free: list[torch.cuda.Event | None] = [None] * SLOTS
+    inward.wait_stream(current)  # which may have used the slots' memory until now
+    for number, (pieces, work) in enumerate(works):
+        slot = number % SLOTS
+        copies = _views(slots[slot], pieces)
+        if (free := slot_free[slot]) is not None:
+            inward.wait_event(free)
+        with torch.cuda.stream(inward):
+            for piece, copy in zip(pieces, copies, strict=True):
+                copy.copy_(piece, non_blocking=True)
+        current.wait_event(inward.record_event())
+        work(copies)
+        outward.wait_event(current.record_event())
+        with torch.cuda.stream(outward):
+            for piece, copy in zip(pieces, copies, strict=True):
+                piece.copy_(copy, non_blocking=True)
+        slot_free[slot] = outward.record_event()
+    current.wait_stream(outward)
+
+
+def _aligned_bytes(piece: Tensor) -> int:
+    return -(-piece.numel() * piece.element_size() // ALIGNED) * ALIGNED
+
+
+def _views(slot: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:
+    """Returns tensors like the pieces, one after another in a slot."""
+    views, start = [], 0
+    for piece in pieces:
+        flat = slot[start : start + piece.numel() * piece.element_size()]
+        views.append(flat.view(piece.dtype).view(piece.shape))
+        start += _aligned_bytes(piece)
+    return views

@@ -15,7 +15,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from postlude.data.chat_tokenizer import AnyTokenizer
 from postlude.data.hub import HubRepo, hub_repo
-from postlude.data.turn_ends import turn_ends
+from postlude.data.turn_encoding import turn_ends
 from postlude.hf.builtin import BUILTIN, PACKAGED, packaged
 from postlude.hf.families import FAMILIES
 from postlude.hf.family import SCORE, Families, Family, TensorSource

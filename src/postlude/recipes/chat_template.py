@@ -7,7 +7,7 @@ from typing import Any
 
 from postlude.data.chat import Encoder
 from postlude.data.chat_template import PLACEHOLDER, PLAIN_TEMPLATE, QUESTION, ChatTemplate
-from postlude.data.turn_ends import turn_ends
+from postlude.data.turn_encoding import turn_ends
 from postlude.recipes.run.directory import is_rank0
 
 LOG = logging.getLogger("postlude")

@@ -33,9 +33,9 @@ from postlude.recipes.run.health import warn_of_truncation
 from postlude.recipes.run.machine_info import machine_info
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
+from postlude.recipes.run.schedule import StepTimer
 from postlude.recipes.run.split import Split, split_of_model
 from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
-from postlude.recipes.run.step_timer import StepTimer
 from postlude.recipes.sequence_limit import SequenceLimit, sequence_limit
 from postlude.rollout.conversations import Trajectory
 from postlude.rollout.environments import is_chat

@@ -45,7 +45,7 @@ from postlude.recipes.rollout_columns import (
     routing_column,
 )
 from postlude.recipes.rollouts.evaluation_sets import EvaluationSet, evaluate, evaluated_tasks, open_sets
-from postlude.recipes.rollouts.prompts import build_environment
+from postlude.recipes.rollouts.prompts import build_environment, warm_start_example
 from postlude.recipes.rollouts.queue import RolloutQueue, policy_lag
 from postlude.recipes.rollouts.sampler import RolloutBatch, log_trajectories, open_rollout_sampler, trajectory_metrics
 from postlude.recipes.row_sources import SEED_STRIDE, MixedRows, TaskOrder
@@ -54,7 +54,6 @@ from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.split import Split
 from postlude.recipes.trainer import StepMetrics, Trainer
 from postlude.recipes.training_run import run_recipe
-from postlude.recipes.warm_start import warm_start_example
 from postlude.rollout.conversations import Trajectory
 from postlude.rollout.environments import Environment, is_chat
 from postlude.rollout.tasks import JoinedTasks, Task, Tasks

@@ -32,9 +32,9 @@ from postlude.recipes.run.directory import ReadOnlyRun, RunDirectory, check_run,
 from postlude.recipes.run.health import Health
 from postlude.recipes.run.input_files import input_files
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
+from postlude.recipes.run.schedule import StepTimer
 from postlude.recipes.run.signals import StopSignals
 from postlude.recipes.run.split import Split
-from postlude.recipes.run.step_timer import StepTimer
 from postlude.recipes.sequence_limit import sequence_limit
 
 StepMetrics: TypeAlias = dict[str, Any]

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from postlude.data.chat import Prompt
 from postlude.data.chat_template import Message
 from postlude.pool.limits import DEFAULT_LIMITS, WorkerLimits
-from postlude.pool.open_pool import function_name, open_pool
+from postlude.pool.process_pool import function_name, open_pool
 from postlude.pool.worker_pool import CallResult, PoolFactory
 from postlude.rollout.episode import AssistantTurn, Episode
 from postlude.rollout.reward import WAIT_SECONDS, Reward, trial_failure

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from postlude.pool.limits import DEFAULT_LIMITS, WorkerLimits
-from postlude.pool.open_pool import function_file, function_name, open_pool
+from postlude.pool.process_pool import function_file, function_name, open_pool
 from postlude.pool.worker import to_json
 from postlude.pool.worker_pool import CallResult, PoolFactory, WorkerPool
 from postlude.rollout.coroutine_pool import CoroutinePool

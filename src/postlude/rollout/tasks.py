@@ -14,7 +14,7 @@ from postlude.data.chat_template import Message, with_system
 from postlude.data.datasets import HeldOutRows, Rows
 from postlude.data.row_formats import read_messages
 from postlude.data.task_identity import DIGEST_BYTES, digest, first_different, prompt_identity
-from postlude.pool.open_pool import open_pool
+from postlude.pool.process_pool import open_pool
 from postlude.pool.worker_pool import WorkerError
 from postlude.rollout.verifiers import GymEntries, GymReward, decode_entries
 

@@ -40,15 +40,16 @@ from postlude.world.devices import (
 from postlude.world.failure_report import (
     AGENT_STORE,
     FailureReporter,
+    GPUProbe,
     RankError,
     RankStatus,
+    StallWatchdog,
     first_failure,
     first_stopped,
     run_with_timeout,
 )
 from postlude.world.rendezvous import GROUP_FILE, RendezvousStores, host_store, loopback_variables
 from postlude.world.signals import SIGNALS, SignalForwarding
-from postlude.world.stall_watchdog import GPUProbe, StallWatchdog
 
 NCCL_WATCHDOG_DELAY = 60.0  # seconds after our own timeout
 QUIET = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")}  # c10d logs pages when a rank is lost

@@ -48,7 +48,7 @@ from postlude.recipes.config.settings import (
     TrainingConfig,
     build_objective,
 )
-from postlude.recipes.hub_push import check_push
+from postlude.recipes.export import check_push
 from postlude.recipes.mtp import describe_mtp, model_source
 from postlude.recipes.report.formatting import format_bytes
 from postlude.recipes.run.completion_tables import check_completion_tables

@@ -36,7 +36,7 @@ from postlude.recipes.rollouts.server_commands import (
     vllm_max_length,
     write_model_files,
 )
-from postlude.recipes.run.step_timer import StepTimer
+from postlude.recipes.run.schedule import StepTimer
 from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.serving.clients.client import GenerationClient
 from postlude.serving.engine import ServerEngine

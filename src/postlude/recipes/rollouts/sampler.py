@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from postlude.data import Batch
 from postlude.data.chat_tokenizer import ChatTokenizer
-from postlude.data.turn_ends import turn_ends
+from postlude.data.turn_encoding import turn_ends
 from postlude.engine import Engine
 from postlude.engine.batch_sharding import scatter_batch
 from postlude.generate.distributed import DistributedEngine
@@ -25,8 +25,8 @@ from postlude.recipes.rollouts.engine import make_rollout_engine, offloading
 from postlude.recipes.rollouts.prompts import encode_prompt, prompt_source
 from postlude.recipes.run.completion_tables import CompletionRow
 from postlude.recipes.run.directory import RunDirectory, Sample
+from postlude.recipes.run.schedule import StepTimer
 from postlude.recipes.run.signals import StopSignals
-from postlude.recipes.run.step_timer import StepTimer
 from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.recipes.trainer import StepMetrics, Trainer
 from postlude.rollout.conversations import (

@@ -1,8 +1,13 @@
-"""StepSchedule: which steps of a run are evaluated and saved."""
+"""StepSchedule: which steps of a run are evaluated and saved. StepTimer: the seconds of each part of a step."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+from postlude.recipes.report.metrics import TIME
 
 
 @dataclass(frozen=True)
@@ -36,3 +41,29 @@ class StepSchedule:
             "checkpoint": [step for step in steps if self.saves_after(step)],
             "export": [self.total] if self.exports else [],
         }
+
+
+class StepTimer:
+    """Counts the seconds of the parts of a step. A part inside another one counts to the outer one only."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._running = False
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        """Counts the time of the body."""
+        if self._running:
+            yield
+            return
+        started, self._running = time.perf_counter(), True
+        try:
+            yield
+        finally:
+            self._running = False
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - started
+
+    def take(self) -> dict[str, float]:
+        """Returns the seconds so far as metrics, and starts again from zero."""
+        seconds, self.seconds = self.seconds, {}
+        return {f"{TIME}{part}": value for part, value in seconds.items()}
