@@ -42,6 +42,8 @@ def penalized(logits: Tensor, prompt: list[int], tokens: list[int], sampling: Sa
         logits[token] = logits[token] / repetition if logits[token] > 0 else logits[token] * repetition
         if counts[token]:
             logits[token] -= sampling.frequency_penalty * counts[token] + sampling.presence_penalty
+    for token, bias in sampling.logit_bias:
+        logits[token] += bias
     return logits
 
 
@@ -67,7 +69,8 @@ def check(model: LanguageModel, prompt: list[int], sampling: SamplingParams, com
 def test_penalties_and_likeliest_tokens_equal_those_of_the_logits(way: type[Generator], draft: Any) -> None:
     """Rows with and without penalties join, move and leave, and some are preempted."""
     model = small_model(PATTERN)
-    samplings = [PENALIZED, PLAIN, replace(PENALIZED, max_new_tokens=5), replace(PENALIZED, temperature=1.4)]
+    biased = replace(PENALIZED, temperature=1.4, logit_bias=((0, -1.5), (7, 2.0), (9, -3.0)))
+    samplings = [PENALIZED, PLAIN, replace(PENALIZED, max_new_tokens=5), biased]
     for limits in ({}, {"max_sequences": 3, "max_batch_tokens": 40}):
         groups = way(model, draft=draft, **limits).generate(PROMPTS, samplings, n=2)
         for prompt, sampling, group in zip(PROMPTS, samplings, groups, strict=True):
@@ -122,6 +125,10 @@ def test_bits_do_not_depend_on_penalties_of_others(way: type[Generator]) -> None
         ({"presence_penalty": 2.5}, "presence_penalty=2.5: give a number from -2 to 2"),
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0: give a number from 0.01 to 100"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty=nan"),
+        ({"logit_bias": ((3, 101.0),)}, "logit_bias of token 3 is 101.0: give a number from -100 to 100"),
+        ({"logit_bias": ((3, float("nan")),)}, "logit_bias of token 3 is nan"),
+        ({"logit_bias": ((3, 1.0),) * 301}, "logit_bias has 301; the limit is 300 tokens"),
+        ({"json_schema": "{}", "grammar": "start: /a/"}, "json_schema and grammar are both given"),
         ({"top_logprobs": 21}, "top_logprobs=21: give 0 to 20"),
     ],
 )
@@ -135,6 +142,8 @@ def test_values_out_of_bounds_are_refused(fields: dict[str, Any], sentence: str)
     [
         ({"json_schema": '{"type": "nonsense"}'}, "the JSON schema cannot be enforced"),
         ({"json_schema": "{"}, "the JSON schema cannot be enforced"),
+        ({"grammar": "start: ("}, "the grammar cannot be enforced"),
+        ({"logit_bias": ((264, 1.0),)}, "logit_bias of prompt 0 has token 264; the vocabulary goes from 0 to 263"),
         ({"json_schema": "{}", "ignore_eos": True}, "needs an end-of-sequence token"),
     ],
 )

@@ -189,10 +189,19 @@ def test_streamed_completion_equals_the_completion(url: str) -> None:
         ("completions", {"prompt": []}, "give from 1 to 1024 completions in all"),
         ("completions", {"prompt": "a", "n": 10**9}, "give from 1 to 1024 completions in all"),
         ("completions", {"prompt": "a", "n": 0}, "give from 1 to 1024 completions in all"),
-        ("completions", {"prompt": "a", "logprobs": 21}, "logprobs is 21: Input should be less than or equal to 20"),
+        ("completions", {"prompt": "a", "logprobs": 21}, "logprobs is 21: give 20 or less."),
         ("completions", {"prompt": [9999], "echo": True, "logprobs": 1}, "the prompt has token 9999"),
         ("completions", {"prompt": "a", "frequency_penalty": 3}, "frequency_penalty=3.0: give a number from -2 to 2"),
-        ("completions", {"prompt": "a", "logit_bias": {"1": 5}}, "logit_bias is {'1': 5}, which is not supported"),
+        ("completions", {"prompt": "a", "suffix": "b"}, "suffix is 'b', which is not supported"),
+        (
+            "completions",
+            {"prompt": "a", "logit_bias": {"1": 500}},
+            "logit_bias of token 1 is 500.0: give a number from",
+        ),
+        ("completions", {"prompt": "a", "logit_bias": {"a": 5}}, "a key of logit_bias is 'a': give a whole number."),
+        ("completions", {"prompt": "a", "logit_bias": {"999": 5}}, "logit_bias of the prompt has token 999"),
+        ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens is 0: give 1 or more."),
+        ("chat/completions", {"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens is 0: give 1"),
         ("completions", {"prompt": "a", "stop": 5}, "stop is 5: give text, or a list of texts."),
         ("completions", {"prompt": "a", "temperature": -1}, "temperature=-1"),
         ("completions", {"prompt": "a", "max_tokens": 9999}, "max_batch_tokens is 192"),
@@ -204,9 +213,24 @@ def test_streamed_completion_equals_the_completion(url: str) -> None:
         ("chat/completions", {"messages": "hi"}, "messages is 'hi': give a list."),
         ("chat/completions", {"messages": [{"role": "user"}]}, "messages.0.content is missing"),
         ("chat/completions", {"messages": MESSAGES, "tools": [{"type": "function"}]}, "has no 'tools.0.function'"),
-        ("chat/completions", {"messages": MESSAGES, "tools": [TOOL]}, "has tools, which the tokenizer's chat template"),
-        ("chat/completions", {"messages": MESSAGES, "tools": [TOOL] * 129}, "at most 128 items"),
-        ("chat/completions", {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "required"}, "cannot be forced"),
+        (
+            "chat/completions",
+            {"messages": MESSAGES, "tools": [TOOL]},
+            "has tools, which the tokenizer's chat template does not write. Use a tokenizer whose template does, or "
+            "leave them out.",
+        ),
+        ("chat/completions", {"messages": MESSAGES, "tools": [TOOL] * 129}, "tools has 129 items; the limit is 128."),
+        ("chat/completions", {"messages": MESSAGES, "tool_choice": "required"}, "tool_choice is given without tools"),
+        (
+            "chat/completions",
+            {"messages": MESSAGES, "tools": [TOOL], "tool_choice": {"type": "function"}},
+            "the request has no 'tool_choice.function', which it needs.",
+        ),
+        (
+            "chat/completions",
+            {"messages": MESSAGES, "tool_choice": "any"},
+            'give "none", "auto", "required", or {"type"',
+        ),
         (
             "chat/completions",
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "[1]"}}]}]},
@@ -225,8 +249,18 @@ def test_streamed_completion_equals_the_completion(url: str) -> None:
         ),
         (
             "chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}]},
-            "has a part of type 'image_url', but only text is supported",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
+            "messages.0.content.0 is a part of type 'image_url', but only text is supported",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+            "messages.0.content.0.text is 5: give text.",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": 5}]},
+            "messages.0.content is 5: give text, or a list of parts of text.",
         ),
     ],
 )
@@ -237,7 +271,14 @@ def test_unsupported_requests_are_refused(url: str, path: str, body: dict[str, A
 
 
 def test_unsupported_fields_without_effect_are_accepted(url: str) -> None:
-    neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "tools": None, "suffix": None}
+    neutral = {
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "functions": [],
+        "tools": None,
+        "suffix": None,
+    }
     assert request_json(f"{url}/v1/completions", {"prompt": "a", "max_tokens": 1, "echo": False} | neutral)[0] == 200
     own_message = {"role": "assistant", "content": "Yes.", "refusal": None, "tool_calls": None}
     assert (
@@ -414,6 +455,93 @@ def test_response_format_gives_json_of_the_schema(url: str) -> None:
     assert request_json(f"{url}/v1/chat/completions", body)[1]["choices"][0]["message"]["content"][0] == "{"
 
 
+def test_logit_bias_is_added_to_the_logits(url: str) -> None:
+    body: dict[str, Any] = {"prompt": "Once", "max_tokens": 12, "seed": 3, "ignore_eos": True}
+    reply = request_json(f"{url}/v1/completions", body | {"logit_bias": {"120": 4.5, "97": -100}})[1]["choices"][0]
+    sampling = SamplingParams(max_new_tokens=12, seed=3, ignore_eos=True, logit_bias=((120, 4.5), (97, -100.0)))
+    assert reply["text"] == generate_directly(encoded("Once"), sampling)[0].text
+    always = request_json(f"{url}/v1/completions", body | {"logit_bias": {"120": 100}})[1]["choices"][0]
+    assert always["text"] == "x" * 12
+
+
+STRICT_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", "y"]}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+        "strict": True,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def hermes_url() -> Iterator[str]:
+    tokenizer = load_tokenizer("tiny-dense")
+    tokenizer.chat_template = HERMES
+    with serving(Generator(sharp(), tokenizer)) as (_, address):
+        yield address
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_forced_tool_calls_follow_the_schema(hermes_url: str, choice: Any, stream: bool) -> None:
+    pytest.importorskip("llguidance")
+    other = {"type": "function", "function": {"name": "never"}}
+    body: dict[str, Any] = {"messages": [MESSAGES[1]], "tools": [other, STRICT_TOOL], "tool_choice": choice}
+    body |= {"parallel_tool_calls": False, "temperature": 2, "n": 4, "max_tokens": 400, "stream": stream, "seed": 5}
+    if stream:
+        chunks = [chunk["choices"][0] for chunk in stream_chunks(f"{hermes_url}/v1/chat/completions", body)]
+        ends = [(chunk["delta"], chunk["finish_reason"]) for chunk in chunks if chunk["finish_reason"]]
+    else:
+        _, reply = request_json(f"{hermes_url}/v1/chat/completions", body)
+        ends = [(place["message"], place["finish_reason"]) for place in reply["choices"]]
+    assert len(ends) == 4
+    for message, reason in ends:
+        (call,) = message["tool_calls"]
+        assert (message["content"], reason) == (None, "tool_calls")
+        arguments = json.loads(call["function"]["arguments"])
+        if call["function"]["name"] == "add":
+            assert arguments["a"] in (True, False)
+            assert arguments["b"] in ("x", "y")
+        else:
+            assert (choice, call["function"]["name"], arguments) == ("required", "never", {})
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "subtract"}}},
+            "tool_choice.function.name is 'subtract', but tools has add.",
+        ),
+        (
+            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            "response_format is JSON, but tool_choice or a strict tool asks for calls",
+        ),
+        ({"tool_choice": "required", "ignore_eos": True}, "grammar needs an end-of-sequence token or a stop token"),
+    ],
+)
+def test_forced_tool_calls_that_cannot_be_are_refused(hermes_url: str, fields: dict[str, Any], sentence: str) -> None:
+    pytest.importorskip("llguidance")
+    body = {"messages": [MESSAGES[1]], "tools": [STRICT_TOOL], "max_tokens": 9} | fields
+    status, reply = request_json(f"{hermes_url}/v1/chat/completions", body)
+    assert (status, sentence in reply["error"]["message"]) == (400, True), reply
+
+
+def test_forced_tool_calls_of_an_unknown_format_are_refused() -> None:
+    tokenizer = load_tokenizer("tiny-dense")
+    tokenizer.chat_template = HERMES.replace('<tool_call>{"name"', '<call>{"name"')
+    with serving(Generator(sharp(), tokenizer)) as (_, address):
+        body = {"messages": [MESSAGES[1]], "tools": [STRICT_TOOL], "tool_choice": "required"}
+        status, reply = request_json(f"{address}/v1/chat/completions", body)
+    assert (status, "writes calls in a format that is not known here" in reply["error"]["message"]) == (400, True)
+
+
 def test_without_the_grammar_library_json_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with serving(Generator(sharp(), load_tokenizer("tiny-dense"))) as (_, address):
@@ -452,7 +580,11 @@ def test_reply_has_null_for_numbers_that_json_lacks() -> None:
     ("path", "body", "sentence"),
     [
         ("completions", {"prompt": "a", "stop": ["x"] * 120_000, "n": 64}, "stop has 120000; the limit is 64 strings."),
-        ("completions", {"prompt": "a", "stop_token_ids": [1] * 2000}, "stop_tokens has 2000"),
+        (
+            "completions",
+            {"prompt": "a", "stop_token_ids": [1] * 2000},
+            "stop_token_ids has 2000 items; the limit is 1024.",
+        ),
         ("completions", {"prompt": ["a"] * 2000}, "give from 1 to 1024 completions in all."),
         ("completions", {"prompt": "a" * 900_000}, "the prompt has 900000 characters"),
         (
@@ -460,7 +592,7 @@ def test_reply_has_null_for_numbers_that_json_lacks() -> None:
             {"prompt": "a", "n": 1024, "max_tokens": 100, "logprobs": 20},
             "have 2150400 log-probs; the limit is 1048576.",
         ),
-        ("chat/completions", {"messages": [MESSAGES[0]] * 5000}, "at most 4096 items"),
+        ("chat/completions", {"messages": [MESSAGES[0]] * 5000}, "messages has 5000 items; the limit is 4096."),
         (
             "chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 2000}]},
@@ -469,7 +601,7 @@ def test_reply_has_null_for_numbers_that_json_lacks() -> None:
         (
             "chat/completions",
             {"messages": MESSAGES, "chat_template_kwargs": {str(i): 1 for i in range(99)}},
-            "64 items",
+            "chat_template_kwargs has too many items; the limit is 64.",
         ),
         (
             "chat/completions",

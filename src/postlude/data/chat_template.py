@@ -161,7 +161,7 @@ class ChatTemplate:
         condition = " beside a text" if content else ""
         raise ValueError(
             f"{location} has tool calls, which the tokenizer's chat template does not write{condition}. Use a "
-            f"tokenizer whose template does, or leave the row out."
+            f"tokenizer whose template does, or leave them out."
         )
 
     def _renders_calls(self, content: str | None, tools: Tools, *, as_text: bool) -> bool:
@@ -191,7 +191,7 @@ class ChatTemplate:
         if not self._known[key]:
             raise ValueError(
                 f"{row} has tools, which the tokenizer's chat template does not write. Use a tokenizer whose template "
-                f"does, or leave the column out."
+                f"does, or leave them out."
             )
         return tools
 

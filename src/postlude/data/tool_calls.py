@@ -42,6 +42,8 @@ class ToolCallFormat(ABC):
     """How a call is written, for messages to models and users."""
     openings: ClassVar[tuple[str, ...]] = ()
     """What a call may begin with; without any, a completion with calls has no other text."""
+    closings: ClassVar[tuple[str, ...]] = ()
+    """What a call ends with: the first of these that the template writes."""
 
     @abstractmethod
     def parse(self, completion: str, types: ParameterTypes) -> list[ToolCall | MalformedCall]:
@@ -69,7 +71,7 @@ class Hermes(ToolCallFormat):
     """JSON in tags, as Hermes, Qwen2.5, Qwen3 and many others write it. The last tag may lack its end."""
 
     form = '{"name": "...", "arguments": {...}}'
-    openings = ("<tool_call>",)
+    openings, closings = ("<tool_call>",), ("</tool_call>",)
     CALL: ClassVar = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
     def parse(self, completion: str, types: ParameterTypes) -> list[ToolCall | MalformedCall]:
@@ -92,7 +94,7 @@ class Llama3(ToolCallFormat):
 
     form = '{"name": "...", "parameters": {...}}'
     TAG: ClassVar = "<|python_tag|>"
-    openings = (TAG,)
+    openings, closings = (TAG,), ("}",)
     ENDS: ClassVar = re.compile(r"(?:<\|eom_id\|>|<\|eot_id\|>|\s)+\Z")
     START: ClassVar = re.compile(r'\s*\{\s*"name"\s*:\s*"')
 
@@ -126,7 +128,7 @@ class Qwen3Coder(ToolCallFormat):
     """
 
     form = "<function=name><parameter=key>value</parameter></function>"
-    openings = ("<tool_call>", "<function=")
+    openings, closings = ("<tool_call>", "<function="), ("</tool_call>", "</function>")
     FUNCTION: ClassVar = re.compile(r"<function=(.*?)(</function>|(?=<function=)|\Z)", re.DOTALL)
     PARAMETER: ClassVar = re.compile(r"<parameter=([^>]*)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
     OUTER: ClassVar = re.compile(r"<tool_call>(?:(?!<tool_call>).)*?(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
@@ -192,13 +194,7 @@ def load_format(name: str) -> ToolCallFormat:
 
 def detect_format(template: ChatTemplate) -> ToolCallFormat:
     """Returns the format in which a chat template writes calls. Raises ValueError if it is none of `FORMATS`."""
-    try:
-        tools = template.checked_tools([TOOL], "the request")
-        messages = template.checked([QUESTION, {"role": "assistant", "tool_calls": [CALL]}], "the request", tools)
-        turn = template.turn(messages, 1, tools)
-    except EncodingError as error:
-        raise ValueError(f"tools: {error}") from error
-    written = template.thoughts.answer(turn[1]) if turn is not None else ""
+    written = written_call(template)
     for kind in FORMATS.values():
         if kind().parse(written, {NAME: {"probe": "integer"}}) == [ToolCall(NAME, {"probe": 1})]:
             return kind()
@@ -206,3 +202,14 @@ def detect_format(template: ChatTemplate) -> ToolCallFormat:
         f"tools: the model's chat template writes calls in a format that is not known here ({written.strip()[:80]!r}); "
         f"there are {', '.join(FORMATS)}."
     )
+
+
+def written_call(template: ChatTemplate) -> str:
+    """Returns what a chat template writes of an answer that calls `NAME` with {"probe": 1}."""
+    try:
+        tools = template.checked_tools([TOOL], "the request")
+        messages = template.checked([QUESTION, {"role": "assistant", "tool_calls": [CALL]}], "the request", tools)
+        turn = template.turn(messages, 1, tools)
+    except EncodingError as error:
+        raise ValueError(f"tools: {error}") from error
+    return template.thoughts.answer(turn[1]) if turn is not None else ""

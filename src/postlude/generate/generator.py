@@ -320,11 +320,14 @@ class Generator:
         for token in sampling.stop_tokens:
             if not 0 <= token < size:
                 raise ValueError(f"stop token {token} of {name} is not in the vocabulary, 0 to {size - 1}.")
+        for token, _ in sampling.logit_bias:
+            if not 0 <= token < size:
+                raise ValueError(f"logit_bias of {name} has token {token}; the vocabulary goes from 0 to {size - 1}.")
         if sampling.stop and self.tokenizer is None:
             raise ValueError(f"stop={sampling.stop!r} is searched in text; give the Generator a tokenizer.")
         stop_tokens = frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_eos else self.eos_tokens)
         prompt = PromptState(tokens, sampling, unstarted=n, adapter=adapter)
-        first = None if sampling.json_schema is None else self._grammars.json(sampling.json_schema, stop_tokens)
+        first = self._grammars.of(sampling, stop_tokens) if sampling.constrained else None
         completions = []
         for completion_index in range(first_index, first_index + n):
             stops = StopStrings(self.tokenizer, sampling.stop) if sampling.stop and self.tokenizer is not None else None

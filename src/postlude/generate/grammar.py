@@ -1,4 +1,4 @@
-"""Grammars: JSON schemas as sets of allowed tokens, by llguidance."""
+"""Grammars: JSON schemas and grammars in Lark as sets of allowed tokens, by llguidance."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.generate.sampling_params import SamplingParams
 
 WHITESPACE = r"[ \n\t]{0,20}"  # between two parts of JSON; without a limit a completion may have nothing else
 
@@ -23,7 +24,7 @@ class Grammar:
     def accept(self, token: int) -> None:
         """Adds a sampled token. Raises ValueError if the grammar does not allow it."""
         if token not in self._stop_tokens and not self._matcher.consume_token(token):
-            raise ValueError(f"json_schema does not allow the token {token} here: {self._matcher.get_error()}")
+            raise ValueError(f"the grammar does not allow the token {token} here: {self._matcher.get_error()}")
 
     def allowed(self) -> bytes:
         """Returns a bit for each token, in integers of 32: 1 if it may come next."""
@@ -45,22 +46,26 @@ class Grammars:
             from llguidance.hf import from_tokenizer
         except ImportError:
             raise ValueError(
-                "JSON is enforced by llguidance, which is not installed: pip install 'postlude[grammar]'."
+                "JSON and calls are enforced by llguidance, which is not installed: pip install 'postlude[grammar]'."
             ) from None
         if tokenizer is None or not getattr(tokenizer, "is_fast", False):
-            raise ValueError("JSON is enforced on the tokens of a fast tokenizer; this model has none.")
+            raise ValueError("JSON and calls are enforced on the tokens of a fast tokenizer; this model has none.")
         self._matcher, self._words = LLMatcher, -(-vocab_size // 32)
         self._tokenizer = from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer.get_vocab())))
 
-    def json(self, schema: str, stop_tokens: Collection[int]) -> Grammar:
-        """Returns the grammar of JSON of a schema. Raises ValueError if it cannot be followed."""
+    def of(self, sampling: SamplingParams, stop_tokens: Collection[int]) -> Grammar:
+        """Returns the grammar of a completion. Raises ValueError if it cannot be followed."""
+        name, kind = ("json_schema", "JSON schema") if sampling.json_schema is not None else ("grammar", "grammar")
         if not stop_tokens:
-            raise ValueError("json_schema needs an end-of-sequence token or a stop token, which ends the JSON.")
+            raise ValueError(f"{name} needs an end-of-sequence token or a stop token, which ends the completion.")
         try:
-            grammar = self._matcher.grammar_from_json_schema(schema, {"whitespace_pattern": WHITESPACE})
+            grammar = sampling.grammar or ""
+            if sampling.json_schema is not None:
+                options = {"whitespace_pattern": WHITESPACE}
+                grammar = self._matcher.grammar_from_json_schema(sampling.json_schema, options)
             problem = self._matcher.validate_grammar(grammar, self._tokenizer)
         except ValueError as error:
             problem = str(error)
         if problem:
-            raise ValueError(f"the JSON schema cannot be enforced: {' '.join(problem.split())[:400]}")
+            raise ValueError(f"the {kind} cannot be enforced: {' '.join(problem.split())[:400]}")
         return Grammar(self._matcher(self._tokenizer, grammar, log_level=0), stop_tokens, self._words)

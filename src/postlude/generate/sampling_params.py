@@ -11,7 +11,8 @@ MIN_TEMPERATURE = 1e-5  # above 0; below it vLLM samples greedily, and fp32 logi
 PENALTIES = {"presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "repetition_penalty": (0.01, 100)}
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 64, 1024, 1024
-MAX_SCHEMA = 65_536  # characters of a JSON schema
+MAX_SCHEMA = 65_536  # characters of a JSON schema or a grammar
+MAX_BIASES, MAX_BIAS = 300, 100.0  # of logits: how many tokens, and how much
 MIN_FP32, MAX_FP32 = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127  # normal numbers; below them a device may round to 0
 
 
@@ -25,8 +26,9 @@ class SamplingParams:
 
     Before that `repetition_penalty` divides positive logits, and multiplies negative ones, of all tokens of prompt and
     completion; `frequency_penalty` is subtracted for each time that the completion has a token, and `presence_penalty`
-    once. `json_schema`, the text of a JSON schema, allows only tokens that continue JSON of it. `top_logprobs` is how
-    many of the likeliest tokens are returned with each token.
+    once. Then `logit_bias`, pairs of a token and a number, is added. `json_schema`, the text of a JSON schema, allows
+    only tokens that continue JSON of it; `grammar`, in llguidance's form of Lark, those that continue a text of it.
+    `top_logprobs` is how many of the likeliest tokens are returned with each token.
 
     A completion ends with any of `stop_tokens`, with the end-of-sequence token unless `ignore_eos`, when a string of
     `stop` appears in its text, or after `max_new_tokens`.
@@ -48,7 +50,9 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     json_schema: str | None = None
+    grammar: str | None = None
     top_logprobs: int = 0
 
     def __post_init__(self) -> None:
@@ -66,8 +70,11 @@ class SamplingParams:
                 raise TypeError(f"{name}={value!r}: give a number.")
         if not isinstance(self.ignore_eos, bool):
             raise TypeError(f"ignore_eos={self.ignore_eos!r}: give True or False.")
-        if not isinstance(self.json_schema, str | None):
-            raise TypeError(f"json_schema={self.json_schema!r:.60}: give the text of a JSON schema.")
+        for name in ("json_schema", "grammar"):
+            if not isinstance(getattr(self, name), str | None):
+                raise TypeError(f"{name}={getattr(self, name)!r:.60}: give the text of one.")
+        if not isinstance(self.logit_bias, tuple) or not all(map(_is_bias, self.logit_bias)):
+            raise TypeError(f"logit_bias={self.logit_bias!r:.60}: give a tuple of pairs of a token id and a number.")
         for name, kind in (("stop", str), ("stop_tokens", int)):
             values = getattr(self, name)
             wrong = not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values)
@@ -98,6 +105,11 @@ class SamplingParams:
                 raise ValueError(f"{name}={getattr(self, name)}: give a number from {lowest:g} to {highest:g}.")
         if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
             raise ValueError(f"top_logprobs={format_number(self.top_logprobs)}: give 0 to {MAX_TOP_LOGPROBS}.")
+        for token, bias in self.logit_bias:
+            if not -MAX_BIAS <= bias <= MAX_BIAS:
+                raise ValueError(f"logit_bias of token {token} is {bias}: give a number from -100 to 100.")
+        if self.json_schema is not None and self.grammar is not None:
+            raise ValueError("json_schema and grammar are both given; a completion can have one.")
         self._check_sizes()
         if "" in self.stop:
             raise ValueError(f"stop={self.stop!r}: every stop string has at least one letter.")
@@ -108,7 +120,9 @@ class SamplingParams:
             ("stop", len(self.stop), f"{MAX_STOPS} strings"),
             ("a string of stop", max(map(len, self.stop), default=0), f"{MAX_STOP_CHARACTERS} characters"),
             ("stop_tokens", len(self.stop_tokens), f"{MAX_STOP_TOKENS} tokens"),
+            ("logit_bias", len(self.logit_bias), f"{MAX_BIASES} tokens"),
             ("json_schema", len(self.json_schema or ""), f"{MAX_SCHEMA} characters"),
+            ("grammar", len(self.grammar or ""), f"{MAX_SCHEMA} characters"),
         ):
             if size > int(limit.partition(" ")[0]):
                 raise ValueError(f"{name} has {size}; the limit is {limit}.")
@@ -125,13 +139,25 @@ class SamplingParams:
 
     @property
     def has_rules(self) -> bool:
-        """Whether sampling needs `LogitRules`: for penalties, a grammar or the likeliest tokens."""
-        return self.penalized or self.json_schema is not None or self.top_logprobs > 0
+        """Whether sampling needs `LogitRules`: for penalties, biases, a grammar or the likeliest tokens."""
+        return self.penalized or bool(self.logit_bias) or self.constrained or self.top_logprobs > 0
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar restricts the tokens."""
+        return self.json_schema is not None or self.grammar is not None
 
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is always chosen."""
         return self.temperature == 0.0
+
+
+def _is_bias(pair: object) -> bool:
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        return False
+    token, bias = pair
+    return all(not isinstance(value, bool) for value in pair) and isinstance(token, int) and isinstance(bias, Real)
 
 
 def format_number(value: float) -> str:

@@ -252,8 +252,8 @@ class RemoteServer:
         version = self.version
         if request.sampling.has_rules and not self.api.has_logit_rules:
             raise ValueError(
-                f"a request has penalties, json_schema or top_logprobs, which {self.api.name} is not asked for here. "
-                "Leave them out, or sample with the native generator or postlude serve."
+                f"a request has penalties, logit_bias, a grammar or top_logprobs, which {self.api.name} is not asked "
+                "for here. Leave them out, or sample with the native generator or postlude serve."
             )
         adapter = request.adapter or self.default_adapter
         try:

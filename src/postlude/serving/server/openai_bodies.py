@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from postlude.data.tool_calls import ParameterTypes
-from postlude.generate.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from postlude.data.tool_grammar import ToolGrammar
+from postlude.generate.sampling_params import MAX_BIASES, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, SamplingParams
 from postlude.serving.request_body import Texts, TokenLists, Tokens
 
 MAX_TOOLS, MAX_MESSAGES, MAX_PARTS, MAX_OPTIONS = 128, 4096, 1024, 64
@@ -18,7 +19,6 @@ JSON_TYPES = ("integer", "number", "boolean", "array", "object")
 NO_EFFECT: Mapping[str, tuple[Any, ...]] = {  # values of unsupported fields that ask for nothing
     "best_of": (1,),
     "functions": ([],),
-    "logit_bias": ({},),
     "metadata": ({},),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
@@ -68,11 +68,14 @@ class _ResponseFormat(_Body):
         return json.dumps(self.json_schema.schema_)
 
 
+Limit = Annotated[int | None, Field(ge=1)]
+
+
 class CommonBody(_Body):
     """What requests to both routes have."""
 
     model: str | None = None
-    max_tokens: int | None = None
+    max_tokens: Limit = None
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
@@ -82,6 +85,7 @@ class CommonBody(_Body):
     stream_options: _StreamOptions | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float], Field(max_length=MAX_BIASES)] | None = None
     response_format: _ResponseFormat | None = None
     user: str | None = None
     """Accepted and ignored."""
@@ -89,11 +93,16 @@ class CommonBody(_Body):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: tuple[int, ...] | None = None
+    stop_token_ids: Annotated[tuple[int, ...], Field(max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
 
-    def sampling(self, max_new_tokens: int, top_logprobs: int) -> SamplingParams:
+    def sampling(self, max_new_tokens: int, top_logprobs: int, grammar: str | None = None) -> SamplingParams:
         """Returns the sampling parameters. Without a seed, each request gets a random one."""
+        schema = None if self.response_format is None else self.response_format.schema_text()
+        if schema is not None and grammar is not None:
+            raise ValueError(
+                "response_format is JSON, but tool_choice or a strict tool asks for calls: give one of both."
+            )
         values: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -108,7 +117,9 @@ class CommonBody(_Body):
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "repetition_penalty": self.repetition_penalty,
-            "json_schema": None if self.response_format is None else self.response_format.schema_text(),
+            "logit_bias": tuple((self.logit_bias or {}).items()),
+            "json_schema": schema,
+            "grammar": grammar,
         }
         return SamplingParams(**{name: value for name, value in values.items() if value is not None})
 
@@ -123,7 +134,7 @@ class CompletionsBody(CommonBody):
 
 class _TextPart(_Body):
     type: str
-    text: str
+    text: str | None = None
 
 
 class _CalledFunction(_Body):
@@ -170,11 +181,14 @@ class _Message(_Body):
         parts = () if self.content is None or isinstance(self.content, str) else self.content
         if len(parts) > MAX_PARTS:
             raise ValueError(f"{prefix}content has {len(parts)} parts; the limit is {MAX_PARTS}.")
-        for part in parts:
-            part.check_extra(f"{prefix}content.")
-            if part.type != "text":
-                raise ValueError(f"{prefix}content has a part of type {part.type!r}, but only text is supported.")
-        content = "".join(part.text for part in parts) if parts else self.content
+        for place, part in enumerate(parts):
+            if part.type != "text" or part.text is None:
+                raise ValueError(
+                    f"{prefix}content.{place} is a part of type {part.type!r:.60}, but only text is supported: give "
+                    '{"type": "text", "text": "..."}.'
+                )
+            part.check_extra(f"{prefix}content.{place}.")
+        content = "".join(part.text or "" for part in parts) if parts else self.content
         message: dict[str, Any] = {"role": self.role, "content": content}
         for name in ("name", "reasoning_content", "tool_call_id"):
             if getattr(self, name) is not None:
@@ -201,34 +215,59 @@ class _Tool(_Body):
         """Returns the tool as a chat template takes it."""
         self.check_extra(prefix)
         self.function.check_extra(f"{prefix}function.")
-        if self.function.strict:
-            raise ValueError(f"{prefix}function.strict is true, but calls are not restricted to the schema: leave it.")
         schema = self.function.parameters or {"type": "object", "properties": {}}
         function = {"name": self.function.name, "description": self.function.description or "", "parameters": schema}
         return {"type": "function", "function": function}
+
+
+class _FunctionName(_Body):
+    name: str
+
+
+class _NamedTool(_Body):
+    type: Literal["function"]
+    function: _FunctionName
 
 
 class ChatBody(CommonBody):
     """The body of a request to CHAT."""
 
     messages: Annotated[tuple[_Message, ...], Field(max_length=MAX_MESSAGES)]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Limit = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[tuple[_Tool, ...], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Any = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | _NamedTool | None,
+        Field(description='"none", "auto", "required", or {"type": "function", "function": {"name": ...}}'),
+    ] = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_OPTIONS)] | None = None
     """Passed to the chat template, such as enable_thinking; vLLM's field."""
 
     def plain_tools(self) -> list[dict[str, Any]]:
         """Returns the tools as a chat template takes them; none with tool_choice "none"."""
-        if self.tool_choice not in (None, "auto", "none"):
-            raise ValueError(
-                f'tool_choice is {self.tool_choice!r:.60}, but a call cannot be forced here: give "auto" or "none".'
-            )
         tools = [tool.plain(f"tools.{place}.") for place, tool in enumerate(self.tools or ())]
+        if self.tool_choice not in (None, "none") and not tools:
+            raise ValueError("tool_choice is given without tools: give the tools, or leave it out.")
         return [] if self.tool_choice == "none" else tools
+
+    def grammar(
+        self, tools: Sequence[dict[str, Any]], make: Callable[[], ToolGrammar], *, in_thought: bool
+    ) -> str | None:
+        """Returns the grammar of a completion that may, or must, call these tools; None if it may be any text."""
+        if self.tool_choice == "required":
+            return make().required(tools, parallel=self.parallel_tool_calls is not False, in_thought=in_thought)
+        if isinstance(self.tool_choice, _NamedTool):
+            self.tool_choice.check_extra("tool_choice.")
+            self.tool_choice.function.check_extra("tool_choice.function.")
+            name = self.tool_choice.function.name
+            named = [tool for tool in tools if tool["function"]["name"] == name]
+            if not named:
+                names = ", ".join(tool["function"]["name"] for tool in tools)
+                raise ValueError(f"tool_choice.function.name is {name!r:.80}, but tools has {names:.200}.")
+            return make().required(named, parallel=False, in_thought=in_thought)
+        return make().strict(tools) if any(tool.function.strict for tool in self.tools or ()) else None
 
 
 def parameter_types(tools: list[dict[str, Any]]) -> ParameterTypes:

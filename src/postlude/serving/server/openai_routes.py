@@ -28,6 +28,7 @@ from postlude.data.tool_calls import (
     ToolCallFormat,
     detect_format,
 )
+from postlude.data.tool_grammar import ToolGrammar
 from postlude.generate.protocol import Completion, Progress, Request
 from postlude.generate.text_stream import TextStream
 from postlude.serving.request_body import parse
@@ -176,22 +177,26 @@ class OpenAIRoutes:
         limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         with bad_request_on_error():
             room = max(1, self.max_length - len(tokens))  # the generator refuses a prompt that leaves no room
-            sampling = body.sampling(room if limit is None else limit, body.top_logprobs or 0)
-            _check_logprobs(n, sampling.max_new_tokens, body.top_logprobs or 0 if body.logprobs else None)
-            adapter = self.backend.adapter_of(body.model)
-            generation = Request(tuple(tokens), sampling, n=n, adapter=adapter, client=request.client)
-            tools = None
+            tools, grammar = None, None
             if declared:
                 end = self._tokenizer.decode(tokens[-PROMPT_END:], skip_special_tokens=False) if self._tokenizer else ""
                 thoughts, parallel = self._template.thoughts, body.parallel_tool_calls is not False
                 in_thought = thoughts.opened(end) is not None
                 tools = _Tools(self._tool_format, parameter_types(declared), parallel, thoughts, in_thought)
+                grammar = body.grammar(declared, self._tool_grammar, in_thought=in_thought)
+            sampling = body.sampling(room if limit is None else limit, body.top_logprobs or 0, grammar)
+            _check_logprobs(n, sampling.max_new_tokens, body.top_logprobs or 0 if body.logprobs else None)
+            adapter = self.backend.adapter_of(body.model)
+            generation = Request(tuple(tokens), sampling, n=n, adapter=adapter, client=request.client)
         call = self._call([generation], body, chat=True, logprobs=bool(body.logprobs), tools=tools)
         return await self._reply(call, request)
 
     @cached_property
     def _tool_format(self) -> ToolCallFormat:
         return detect_format(self._template)
+
+    def _tool_grammar(self) -> ToolGrammar:
+        return ToolGrammar(self._template, self._tool_format)
 
     @cached_property
     def _template(self) -> ChatTemplate:
