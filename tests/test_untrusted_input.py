@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.applications import Starlette
 
 from postlude.commands import generate
 from postlude.data import chat_template
@@ -20,8 +21,8 @@ from postlude.data.chat_template import ChatTemplate, TemplateTimeout, read_chat
 from postlude.error_output import escape_controls, print_error
 from postlude.hf.tensor_sources import SafetensorsSource
 from postlude.recipes.config.raw import ConfigError, read
+from postlude.serving.http.server import listening
 from postlude.serving.launch.launcher import LocalLauncher, ServerCommand
-from postlude.serving.server.http_server import HTTPServer
 from postlude.sharded_tensors import read_state
 
 ESCAPES = "\x1b]0;title\x07a\x1b[31mb\x9bc\r\n\td"
@@ -100,22 +101,17 @@ def use_up_descriptors() -> Iterator[Callable[[], None]]:
 def test_a_server_without_file_descriptors_says_so_once(
     use_up_descriptors: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def handle(request: Any) -> dict[str, Any]:
-        return {}
-
     async def serve() -> None:
-        server = HTTPServer(handle)
-        port = await server.listen("127.0.0.1", 0)
-        clients = [socket.socket() for _ in range(3)]
-        use_up_descriptors()
-        for client in clients:
-            client.connect(("127.0.0.1", port))
-        while not caplog.messages:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.2)
-        for client in clients:
-            client.close()
-        await server.close(0.0)
+        async with listening(Starlette(), "127.0.0.1", 0) as address:
+            clients = [socket.socket() for _ in range(3)]
+            use_up_descriptors()
+            for client in clients:
+                client.connect(("127.0.0.1", int(address.rpartition(":")[2])))
+            while not caplog.messages:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+            for client in clients:
+                client.close()
 
     asyncio.run(serve())
     assert [message.partition(",")[0] for message in caplog.messages] == [
@@ -124,15 +120,11 @@ def test_a_server_without_file_descriptors_says_so_once(
 
 
 def test_a_server_that_ends_with_open_connections_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    async def handle(request: Any) -> dict[str, Any]:
-        return {}
-
     async def serve() -> None:
-        server = HTTPServer(handle)
-        reader, writer = await asyncio.open_connection("127.0.0.1", await server.listen("127.0.0.1", 0))
-        writer.write(b"GET / HTTP/1.1\r\n\r\n")
-        await reader.readuntil(b"\r\n\r\n")
-        await server.close(1.0)
+        async with listening(Starlette(), "127.0.0.1", 0) as address:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
+            writer.write(b"GET / HTTP/1.1\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")
 
     asyncio.run(serve())
     assert not caplog.messages

@@ -423,7 +423,7 @@ def test_a_request_of_a_disconnected_client_is_dropped(ending: str) -> None:
 
 
 def test_half_closed_client_gets_its_reply(monkeypatch) -> None:
-    monkeypatch.setattr("postlude.serving.server.generation_server.POLL_SECONDS", 0.001)
+    monkeypatch.setattr("postlude.serving.http.connection.GONE_SECONDS", 0.001)
     body = {"prompt": [1], "sampling": {"max_new_tokens": 200, "ignore_eos": True}}
     with serving(Generator(sharp())) as (_, url), open_request(url, body) as connection:
         connection.shutdown(socket.SHUT_WR)
@@ -445,8 +445,8 @@ def test_a_large_request_is_refused_before_it_is_read() -> None:
 
 @pytest.mark.parametrize("part", ["nothing", "headers", "body"])
 def test_a_request_that_does_not_come_whole_is_ended(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    for name in ("IDLE", "HEAD", "BODY"):
-        monkeypatch.setattr(f"postlude.serving.server.http_server.{name}_TIMEOUT", 0.05)
+    monkeypatch.setattr("postlude.serving.http.connection.HEAD_SECONDS", 0.05)
+    monkeypatch.setattr("postlude.serving.server.generation_server.BODY_SECONDS", 0.05)
     head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 10"
     sent = {"nothing": b"", "headers": head, "body": head + b"\r\n\r\n{"}[part]
     with serving(Generator(sharp())) as (_, url):

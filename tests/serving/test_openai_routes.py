@@ -24,9 +24,8 @@ from postlude.rollout.environments import SingleTurn
 from postlude.rollout.judge import JudgeReward
 from postlude.rollout.tasks import Task
 from postlude.rollout.verdict import Verdict
-from postlude.serving.json_reply import write_json
+from postlude.serving.http.replies import write_json
 from postlude.serving.server.client_turns import ClientTurns
-from postlude.serving.server.http_server import HTTPRequest
 from postlude.serving.server.openai_routes import CompletionBackend, OpenAIRoutes
 from tests.generate.test_session import sharp
 from tests.rollout.episodes import step
@@ -322,11 +321,11 @@ class Scripted(CompletionBackend):
         text = bytes(self.tokens[:-1]).decode()
         return Completion(self.tokens, [0.0] * len(self.tokens), [], "stop", text)
 
-    async def generate(self, requests: Any, is_gone: Any) -> list[list[Completion]]:
+    async def generate(self, requests: Any) -> list[list[Completion]]:
         self.prompt = requests[0].prompt
         return [[self.completion()]]
 
-    async def stream(self, requests: Any, is_gone: Any) -> AsyncGenerator[Progress, None]:
+    async def stream(self, requests: Any) -> AsyncGenerator[Progress, None]:
         for token in self.tokens:
             yield Progress(0, 0, [token], [0.0], None)
         yield Progress(0, 0, [], [], self.completion())
@@ -350,7 +349,7 @@ def ask_with_tools(text: str, **fields: Any) -> tuple[Any, str]:
 
     async def ask() -> Any:
         body = {"messages": [MESSAGES[1]], "tools": [TOOL]} | fields
-        reply = await routes.chat(HTTPRequest("POST", "", json.dumps(body).encode(), lambda: False))
+        reply = await routes.chat(json.dumps(body).encode(), ())
         return reply if isinstance(reply, dict) else [chunk async for chunk in reply]
 
     reply = asyncio.run(ask())

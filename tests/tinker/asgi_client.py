@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from postlude.tinker.app import PROTOBUF, Keys, TinkerApp
+from postlude.serving.http.access import Keys
+from postlude.tinker.app import PROTOBUF, TinkerApp
 from postlude.tinker.limits import Limits
 from postlude.tinker.openai import OpenAIApp
 from postlude.tinker.service import TinkerService
@@ -150,7 +151,7 @@ async def running_server(
     directory.open()
     backend = backend or FakeBackend()
     service = TinkerService(backend, directory, Limits(**{"poll_seconds": 0.5} | limits))
-    tinker = TinkerApp(service, Keys(keys))
+    tinker = TinkerApp(service, Keys(keys, "localhost", "--key-file"))
     app = tinker.build(OpenAIApp(tinker).routes())
     await service.start()
     try:

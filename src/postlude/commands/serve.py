@@ -11,7 +11,7 @@ import socket
 
 from postlude.commands.loading import load_generator, warn_of_endless_turns
 from postlude.recipes.run.outcome import RunFailed
-from postlude.serving.log_lines import log_to_stderr
+from postlude.serving.http.log_lines import log_to_stderr
 from postlude.serving.server.generation_server import GenerationServer
 from postlude.world.ports import is_loopback
 

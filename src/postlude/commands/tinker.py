@@ -10,10 +10,10 @@ from postlude.cluster.ray_cluster import check_ray
 from postlude.commands.serve import check_address
 from postlude.layout import Layout
 from postlude.recipes.run.outcome import RunFailed
-from postlude.serving.log_lines import log_to_stderr
+from postlude.serving.http.log_lines import log_to_stderr
 
 LOCAL_KEY = "tml-local"
-NEEDED = ("starlette", "uvicorn", "httptools", "uvloop", "google.protobuf", "zstandard")
+NEEDED = ("uvloop", "google.protobuf", "zstandard")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -50,7 +50,6 @@ def run(options: argparse.Namespace) -> None:
         trust_remote_code=options.trust_remote_code,
     )
     log_to_stderr(logging.INFO)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
     def ready(address: str) -> None:
         names = ", ".join(info.name for info in backend.base_models)

@@ -56,7 +56,8 @@ def _sentence(schema: type[BaseModel], body: bytes, error: ValidationError) -> s
         return f"the request is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}."
     value = from_json(body)
     path = _path(value, first)
-    if choices := _field(schema, path)[1]:  # a union, each of whose types gives errors of its own
+    choices = _field(schema, path)[1]
+    if choices and first["type"] != "missing":  # a union, each of whose types gives errors of its own
         inner = [
             problem
             for problem in problems

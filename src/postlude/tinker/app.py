@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import hashlib
 import hmac
 import logging
 import secrets
@@ -18,13 +16,15 @@ from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from postlude.serving.json_reply import write_json
+from postlude.serving.http.access import Keys
+from postlude.serving.http.errors import HTTPError
+from postlude.serving.http.replies import JSONReply
+from postlude.serving.http.requests import JSON as JSON_TYPE
+from postlude.serving.http.requests import BodyTooLarge, read_body
 from postlude.serving.request_body import parse
-from postlude.serving.request_source import JSON as JSON_TYPE
-from postlude.serving.request_source import SourceCheck, type_refusal
 from postlude.tinker import bodies, wire
 from postlude.tinker.errors import APIError
 from postlude.tinker.futures import JSON, Future, digest
@@ -40,53 +40,15 @@ PROTOBUF = "application/x-protobuf"
 OPEN = f"{API}/healthz"  # needs no key
 URL_SECONDS = 3600  # how long a link to a file works
 HEAD_BYTES = 1024  # of a request that is too large, to find out which one it is
-DRAIN_SECONDS = 10.0  # to read the rest of a request that is refused
 HandlerReply = Response | JSON | Future | None
 HandlerResult = HandlerReply | Awaitable[HandlerReply]
 Handler = Callable[[Request, str], HandlerResult]
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
-class Keys:
-    """Which keys may use the server. Each is an owner of its own; without a list, every key may.
-
-    Without a list, the server that listens at `host` takes no requests from pages of other sites.
-    """
-
-    def __init__(self, keys: Sequence[str] | None, host: str = "localhost") -> None:
-        self._owners = {self._owner(key) for key in keys} if keys is not None else None
-        self._source = SourceCheck(host, "--key-file")
-
-    def owner(self, headers: Headers) -> str:
-        """Returns the owner of a request."""
-        if self._owners is None and (reason := self._source.refusal(headers)) is not None:
-            raise APIError(403, reason)
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        key = headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
-        if not key:
-            raise APIError(401, "the request has no key: set TINKER_API_KEY, or the header X-API-Key.")
-        owner = self._owner(key)
-        if self._owners is not None and owner not in self._owners:
-            raise APIError(401, "the key is not one of this server's --key-file.")
-        return owner
-
-    @staticmethod
-    def _owner(key: str) -> str:
-        return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:24]
-
-
-class JSONReply(JSONResponse):
-    """A reply that `write_json` writes."""
-
-    def render(self, content: JSON) -> bytes:
-        """Returns the body."""
-        return write_json(content)
-
-
-def error_response(error: APIError) -> Response:
+def error_response(error: HTTPError) -> Response:
     """Returns the reply of a refused request."""
-    headers = {"retry-after": f"{error.retry_after:g}"} if error.retry_after is not None else None
-    return JSONReply({"error": str(error)}, status_code=error.status, headers=headers)
+    return JSONReply({"error": str(error)}, status_code=error.status, headers=error.headers)
 
 
 class TinkerApp:
@@ -166,18 +128,18 @@ class TinkerApp:
         return routes
 
     def endpoint(
-        self, handler: Handler, error_reply: Callable[[APIError], Response] = error_response
+        self, handler: Handler, error_reply: Callable[[HTTPError], Response] = error_response
     ) -> Callable[[Request], Awaitable[Response]]:
         """Returns a handler with keys checked and errors turned into replies."""
 
         async def endpoint(request: Request) -> Response:
             try:
-                owner = self._keys.owner(request.headers)
+                owner = self._owner(request)
                 self._log_version(request.headers)
                 reply = handler(request, owner)
                 if isawaitable(reply):
                     reply = await reply
-            except APIError as error:
+            except HTTPError as error:
                 return error_reply(error)
             except (ValueError, TypeError, OverflowError) as error:
                 return error_reply(APIError(400, str(error)))
@@ -200,49 +162,39 @@ class TinkerApp:
             self._versions.add(agent)
             LOG.info("first request of %s", agent or "a client without a name")
 
+    def _owner(self, request: Request) -> str:
+        owner = self._keys.owner(request.headers)
+        if owner is None:
+            raise APIError(401, "the request has no key: set TINKER_API_KEY, or the header X-API-Key.")
+        return owner
+
     async def read(self, request: Request) -> bytes:
         """Returns the body of a request within the limits, decompressed."""
         limits = self.service.limits
         kind = request.headers.get("content-type", "").partition(";")[0]
+        limit = limits.body_bytes if kind == PROTOBUF else min(limits.json_bytes, limits.body_bytes)
         try:
-            async with asyncio.timeout(limits.body_seconds):
-                return await self._read(
-                    request, limits.body_bytes if kind == PROTOBUF else min(limits.json_bytes, limits.body_bytes)
-                )
-        except TimeoutError:
-            raise APIError(408, f"the request did not arrive within {limits.body_seconds:g} s.") from None
-
-    async def _read(self, request: Request, limit: int) -> bytes:
-        body = bytearray()
-        stream = request.stream()
-        async for chunk in stream:
-            body += chunk
-            if len(body) > limit:
-                await self._refuse_large(request, bytes(body[:HEAD_BYTES]))
-                with contextlib.suppress(TimeoutError):  # a client that still sends would not read the reply
-                    async with asyncio.timeout(DRAIN_SECONDS):
-                        async for _ in stream:
-                            pass
-                raise APIError(413, f"the request has more than {limit} bytes, which is the limit of this server.")
-        if body and (reason := type_refusal(request.headers, JSON_TYPE, PROTOBUF)) is not None:
-            raise APIError(415, reason)
+            body = await read_body(request, limit, limits.body_seconds, (JSON_TYPE, PROTOBUF), HEAD_BYTES)
+        except BodyTooLarge as error:
+            await self._refuse_large(request, error.head)
+            raise
         encoding = request.headers.get("content-encoding", "identity").lower()
         if encoding == "zstd":
             try:
-                return wire.decompress(bytes(body), limit)
+                return wire.decompress(body, limit)
             except APIError as error:
                 if error.status == 413:
-                    await self._refuse_large(request, wire.decompress_head(bytes(body), HEAD_BYTES))
+                    await self._refuse_large(request, wire.decompress_head(body, HEAD_BYTES))
                 raise
         if encoding != "identity":
             raise APIError(415, f"Content-Encoding is {encoding[:40]!r}; send it plain or as zstd.")
-        return bytes(body)
+        return body
 
     async def _refuse_large(self, request: Request, head: bytes) -> None:
         """Lets a pass that is too large fail in its turn: the requests after it would wait for it."""
         named = wire.head_of_forward_backward(head) if request.url.path == f"{API}/forward_backward" else None
         model = self.service.training.models.get(named[0]) if named is not None else None
-        if named is not None and model is not None and model.owner == self._keys.owner(request.headers):
+        if named is not None and model is not None and model.owner == self._owner(request):
             sentence = f"the pass has more than {self.service.limits.body_bytes} bytes, which is the server's limit."
             self.service.training.refuse(model, named[1], "forward_backward", digest(head), sentence, "pass")
 

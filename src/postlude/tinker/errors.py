@@ -6,14 +6,11 @@ import errno
 from pathlib import Path
 from typing import Literal
 
+from postlude.serving.http.errors import HTTPError
 
-class APIError(Exception):
+
+class APIError(HTTPError):
     """A refused request. The client retries 408, 409, 429 and 5xx, and raises the others to its user."""
-
-    def __init__(self, status: int, sentence: str, *, retry_after: float | None = None) -> None:
-        super().__init__(sentence)
-        self.status = status
-        self.retry_after = retry_after
 
 
 def describe_failure(error: Exception) -> tuple[str, Literal["user", "server"]] | None:

@@ -6,17 +6,19 @@ A request names its model: a base model, or the `tinker://` path of weights save
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
-from postlude.tinker.app import JSONReply, TinkerApp
+from postlude.serving.http.errors import HTTPError, bad_request_on_error
+from postlude.serving.http.replies import JSONReply, openai_error, openai_reply
+from postlude.serving.http.requests import unless_disconnected
+from postlude.tinker.app import TinkerApp
 from postlude.tinker.backend import SampledSequence, SampleProgress, SampleRequest
 from postlude.tinker.errors import APIError
 from postlude.tinker.sampling import Samplers, SamplingSession
@@ -77,8 +79,6 @@ class OpenAIApp:
 
     def _handler(self, *, chat: bool) -> Callable[[Request, str], Any]:
         async def handle(request: Request, owner: str) -> Response:
-            from postlude.serving.server.http_server import HTTPError, HTTPRequest
-
             body = await self._app.read(request)
             try:
                 model = json.loads(body).get("model")
@@ -88,15 +88,11 @@ class OpenAIApp:
                 raise APIError(400, f"model is {model!r:.60}: give a base model or a tinker:// path.")
             routes = await self._routes_of(owner, model)
             self._service.samplers.check_room(owner)
-            call = HTTPRequest("POST", request.url.path, body, lambda: False, (owner,))
-            try:
-                reply = await (routes.chat(call) if chat else routes.completions(call))
-                if isinstance(reply, AsyncGenerator):
-                    first = await anext(reply)  # so that an invalid request gets a status, not an event
-                    return StreamingResponse(_events(first, reply), media_type="text/event-stream")
-            except HTTPError as error:
-                raise APIError(error.status, str(error)) from error
-            return JSONReply(reply)
+
+            async def reply() -> Response:
+                return await openai_reply(await (routes.chat if chat else routes.completions)(body, (owner,)))
+
+            return await unless_disconnected(request, reply())
 
         return handle
 
@@ -136,9 +132,7 @@ class _Generation:
         """Returns None: every name was resolved before."""
         return None
 
-    async def generate(
-        self, requests: Sequence[GenerationRequest], is_gone: Callable[[], bool]
-    ) -> list[list[Completion]]:
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Returns the completions of each request."""
         converted = [self._convert(request) for request in requests]
         results = await asyncio.gather(
@@ -148,13 +142,9 @@ class _Generation:
 
     async def score_prompts(self, requests: Sequence[GenerationRequest], top: int) -> list[ScoredTokens]:
         """Refuses."""
-        from postlude.serving.server.http_server import HTTPError
-
         raise HTTPError(400, "echo with logprobs is not supported here: ask asample for prompt_logprobs.")
 
-    async def stream(
-        self, requests: Sequence[GenerationRequest], is_gone: Callable[[], bool]
-    ) -> AsyncGenerator[Progress, None]:
+    async def stream(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Progress, None]:
         """Yields tokens as they come. Closing the generator ends the requests."""
         from postlude.generate.protocol import Progress
 
@@ -192,8 +182,6 @@ class _Generation:
     def _convert(self, request: GenerationRequest) -> SampleRequest:
         import numpy as np
 
-        from postlude.serving.server.http_server import bad_request_on_error
-
         sampling, prompt = request.sampling, np.array(request.prompt, np.int64)
         with bad_request_on_error():
             if sampling.top_logprobs:
@@ -202,12 +190,8 @@ class _Generation:
         return SampleRequest(tokens, replace(sampling, seed=request.seed), request.n)
 
     async def _sampled(self, sampling: Any) -> Any:
-        from postlude.serving.server.http_server import HTTPError
-
         try:
             return await sampling
-        except APIError as error:
-            raise HTTPError(error.status, str(error)) from error
         except (ValueError, TypeError) as error:
             raise HTTPError(400, str(error)) from error
 
@@ -217,25 +201,3 @@ def _completion(sequence: SampledSequence) -> Completion:
 
     logprobs = sequence.logprobs.tolist()
     return Completion(sequence.tokens.tolist(), logprobs, logprobs, sequence.stop_reason, text=sequence.text)
-
-
-async def _events(first: Any, rest: AsyncGenerator[Any, None]) -> AsyncIterator[bytes]:
-    """Yields one server-sent event per chunk. Generation ends with the connection."""
-    from postlude.serving.server.http_server import HTTPError, error_body, server_sent_event
-
-    async with contextlib.aclosing(rest):
-        try:
-            yield server_sent_event(first)
-            async for chunk in rest:
-                yield server_sent_event(chunk)
-        except HTTPError as error:
-            yield server_sent_event(error_body(error))
-    yield b"data: [DONE]\n\n"
-
-
-def openai_error(error: APIError) -> Response:
-    """Returns the reply of a refused request in OpenAI's format."""
-    from postlude.serving.server.http_server import HTTPError, error_body
-
-    code = {401: "invalid_api_key", 404: "model_not_found"}.get(error.status)
-    return JSONReply(error_body(HTTPError(error.status, str(error), code)), status_code=error.status)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
-import socket
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 import uvloop
 
-from postlude.tinker.app import Keys, TinkerApp
+from postlude.serving.http.access import Keys
+from postlude.serving.http.server import listening
+from postlude.tinker.app import TinkerApp
 from postlude.tinker.backend import TinkerBackend
-from postlude.tinker.http_connection import HTTPConnection
 from postlude.tinker.limits import Limits
 from postlude.tinker.openai import OpenAIApp
 from postlude.tinker.service import TinkerService
@@ -26,7 +24,6 @@ from postlude.world.ports import is_loopback
 
 LOG = logging.getLogger("postlude")
 KEY_PREFIX = "tml-"  # the client refuses other keys
-BACKLOG = 2048
 SWITCH_SECONDS = 0.0005
 
 
@@ -52,14 +49,6 @@ def check_key_file(host: str, key_file: Path | None) -> None:
             f"--host {host} is reached from other machines, which could train and read models here. Give --key-file "
             "FILE with the keys that they must send, or listen at 127.0.0.1."
         )
-
-
-class _Server(uvicorn.Server):
-    """A server whose signals are handled by `serve`."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def run_server(serving: Coroutine[Any, Any, None]) -> None:
@@ -97,34 +86,11 @@ async def serve(
 async def _serve(
     service: TinkerService, host: str, port: int, keys: Sequence[str] | None, ready: Callable[[str], None]
 ) -> None:
-    tinker = TinkerApp(service, Keys(keys, host), compress=not is_loopback(host))
-    app = tinker.build(OpenAIApp(tinker).routes())
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
-    config = uvicorn.Config(
-        app,
-        http=HTTPConnection,
-        log_config=None,
-        access_log=False,
-        lifespan="on",
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=5,
-        backlog=BACKLOG,
-    )
-    server = _Server(config)
-
-    def stop() -> None:
-        service.futures.close()  # ends the polls
-        server.should_exit = True
-
-    loop = asyncio.get_running_loop()
+    tinker = TinkerApp(service, Keys(keys, host, "--key-file"), compress=not is_loopback(host))
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
-    chosen = listening.getsockname()[1]
-    url_host = f"[{host}]" if ":" in host else host
-    task = asyncio.create_task(server.serve(sockets=[listening]))
-    while not server.started and not task.done():
-        await asyncio.sleep(0.01)
-    if server.started:
-        ready(f"http://{url_host}:{chosen}")
-    await task
+        loop.add_signal_handler(number, stopped.set)
+    async with listening(tinker.build(OpenAIApp(tinker).routes()), host, port) as address:
+        ready(address)
+        await stopped.wait()
+        service.futures.close()  # ends the polls

@@ -14,9 +14,12 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from urllib.parse import unquote
 
 import torch
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+from starlette.routing import Route, Router
 from torch import Tensor
 
 from postlude.checks import USER_ERRORS
@@ -40,15 +43,28 @@ from postlude.serving.clients.postlude import (
     read_request,
     write_completion,
 )
+from postlude.serving.http.access import Keys
+from postlude.serving.http.errors import HTTPError, bad_request_on_error
+from postlude.serving.http.replies import openai_error, openai_reply
+from postlude.serving.http.requests import read_body, unless_disconnected
+from postlude.serving.http.server import listening
 from postlude.serving.request_body import parse
-from postlude.serving.server.http_server import HTTPError, HTTPRequest, HTTPServer, bad_request_on_error
 from postlude.serving.server.openai_routes import CHAT, COMPLETIONS, MODELS, OpenAIRoutes, ScoredTokens
 
 SCORED_TOKENS = 8192  # of prompts, between two steps
 CLOSE_TIMEOUT = 5.0  # seconds for a step to end, and for the last replies
-POLL_SECONDS = 0.25  # between two checks whether a client is gone
+BODY_SECONDS = 75.0  # for the body of a request
 BODY_BYTES, TOKEN_BYTES = 1 << 20, 16  # the size limit of a request: a constant, and bytes for each token of the cache
+HEALTH = "/health"  # needs no key
+KEY_OPTION = "POSTLUDE_API_KEY, or --api-key"
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 LOG = logging.getLogger("postlude")
+PostHandler = Callable[[bytes, tuple[str, ...]], Awaitable[Any]]
+"""Replies to a request with this body, of a client with these names, by which clients take turns."""
+
+
+def _unknown(request: HTTPRequest) -> Any:
+    raise HTTPError(404, f"there is no {request.method} {request.scope['path']} here.")
 
 
 @dataclass(frozen=True)
@@ -91,7 +107,8 @@ class GenerationServer:
     Requests join while others run. New weights are loaded between two steps: running completions wait, then continue
     with the new weights, which prefill their tokens again. A request that fails gets an error, and the others continue.
     If a whole step fails, all running requests get an error, and new ones are served. A broken device ends the server:
-    `run` raises the error. With a `key`, requests must carry it; without one, weights stay as they are (`HTTPServer`).
+    `run` raises the error. With a `key`, requests must carry it; without one they must come from no page of another
+    site, and weights stay as they are.
     """
 
     def __init__(
@@ -102,19 +119,8 @@ class GenerationServer:
         self._session = Session(generator, version)
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for the thread that generates
         self._pending: dict[int, _Pending] = {}
-        max_body = BODY_BYTES + TOKEN_BYTES * generator.max_batch_tokens
-        self._http = HTTPServer(self._handle, key=key, max_body=max_body, admin_paths=(WEIGHTS, ADAPTERS))
-        openai = OpenAIRoutes(self, name, generator.tokenizer, generator.max_length)
-        self._routes: dict[tuple[str, str], Callable[[HTTPRequest], Awaitable[Any]]] = {
-            ("GET", "/health"): self._get_health,
-            ("GET", MODELS): self._get_models,
-            ("GET", WEIGHTS): self._get_weights,
-            ("POST", WEIGHTS): self._post_weights,
-            ("POST", ADAPTERS): self._post_adapters,
-            ("POST", GENERATE): self._post_generate,
-            ("POST", COMPLETIONS): openai.completions,
-            ("POST", CHAT): openai.chat,
-        }
+        self._key = key
+        self._max_body = BODY_BYTES + TOKEN_BYTES * generator.max_batch_tokens
         self._stopped: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: BaseException | None = None
@@ -122,14 +128,13 @@ class GenerationServer:
     async def run(self, host: str, port: int, ready: Callable[[str], None]) -> None:
         """Serves until `stop`; `ready` gets the address. Raises the error that ended generation, if there was one."""
         self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
-        chosen_port = await self._http.listen(host, port)
         thread = threading.Thread(target=self._generate, name="postlude generator", daemon=True)
-        thread.start()
-        ready(f"http://{f'[{host}]' if ':' in host else host}:{chosen_port}")
-        await self._stopped.wait()
-        self._tasks.put(_exit_thread)
-        await asyncio.to_thread(thread.join, CLOSE_TIMEOUT)
-        await self._http.close(CLOSE_TIMEOUT)
+        async with listening(self._app(host), host, port, CLOSE_TIMEOUT) as address:
+            thread.start()
+            ready(address)
+            await self._stopped.wait()
+            self._tasks.put(_exit_thread)
+            await asyncio.to_thread(thread.join, CLOSE_TIMEOUT)
         if self._failure is not None:
             raise self._failure
 
@@ -140,23 +145,13 @@ class GenerationServer:
 
     # --- in the event loop
 
-    async def generate(self, requests: Sequence[Request], is_gone: Callable[[], bool]) -> list[list[Completion]]:
-        """Returns the completions of each request. Raises ConnectionError, and stops, when the client `is_gone`."""
+    async def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        """Returns the completions of each request. Generating them ends when this is cancelled."""
         pending = self._submit([_Pending(request) for request in requests])
-        waiting = {asyncio.wrap_future(request.future) for request in pending}
         try:
-            while waiting:
-                done, waiting = await asyncio.wait(waiting, timeout=POLL_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
-                errors = [error for future in done if (error := future.exception()) is not None]
-                if errors:
-                    raise errors[0]
-                if waiting and is_gone():
-                    raise ConnectionError
-        except asyncio.CancelledError:
-            raise HTTPError(500, "generating has ended.") from None
+            return await asyncio.gather(*(asyncio.wrap_future(request.future) for request in pending))
         finally:
             self._cancel(pending)
-        return [request.future.result() for request in pending]
 
     async def score_prompts(self, requests: Sequence[Request], top: int) -> list[ScoredTokens]:
         """Returns the tokens of prompts with their log-probs. Between two steps of generating, one batch is scored."""
@@ -170,8 +165,8 @@ class GenerationServer:
             scores += await self._between_steps(partial(self._score, batch, top))
         return scores
 
-    async def stream(self, requests: Sequence[Request], is_gone: Callable[[], bool]) -> AsyncGenerator[Progress, None]:
-        """Yields the tokens of the same completions as they come."""
+    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Progress, None]:
+        """Yields the tokens of the same completions as they come. Generating them ends with this generator."""
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Progress | Future[list[Completion]]] = asyncio.Queue()
 
@@ -187,12 +182,7 @@ class GenerationServer:
         unfinished = len(pending)
         try:
             while unfinished:
-                try:
-                    event = await asyncio.wait_for(events.get(), POLL_SECONDS)
-                except TimeoutError:
-                    if is_gone():
-                        raise ConnectionError from None
-                    continue
+                event = await events.get()
                 if isinstance(event, Progress):
                     yield event
                 else:
@@ -218,51 +208,88 @@ class GenerationServer:
         return pending
 
     def _cancel(self, pending: Sequence[_Pending]) -> None:
-        running = [request for request in pending if not request.future.done()]
+        running = [request for request in pending if not request.future.done() or request.future.cancelled()]
         if running:
             self._tasks.put(lambda: self._drop(running))
 
-    async def _handle(self, request: HTTPRequest) -> Any:
-        route = self._routes.get((request.method, request.path))
-        if route is None and request.method == "GET" and request.path.startswith(f"{MODELS}/"):
-            route = self._get_model
-        if route is None:
-            raise HTTPError(404, f"there is no {request.method} {request.path} here.")
-        return await route(request)
+    def _app(self, host: str) -> Router:
+        """Returns the application of a server that listens at `host`."""
+        keys = Keys(None if self._key is None else [self._key], host, KEY_OPTION)
+        openai = OpenAIRoutes(self, self.name, self.generator.tokenizer, self.generator.max_length)
+        posts = {  # in this order they are tried: the frequent ones first
+            GENERATE: self._post_generate,
+            CHAT: openai.chat,
+            COMPLETIONS: openai.completions,
+            WEIGHTS: self._post_weights,
+            ADAPTERS: self._post_adapters,
+        }
+        gets = {
+            HEALTH: lambda _: {"status": "ok"},
+            MODELS: lambda _: self._get_models(),
+            f"{MODELS}/{{name:path}}": self._get_model,
+            WEIGHTS: lambda _: vars(self.weights),
+        }
+        return Router(
+            [
+                *(Route(path, self._endpoint(keys, post), methods=["POST"]) for path, post in posts.items()),
+                *(Route(path, self._endpoint(keys, get=get), methods=["GET"]) for path, get in gets.items()),
+                Route("/{path:path}", self._endpoint(keys, get=_unknown), methods=list(METHODS)),
+            ]
+        )
 
-    async def _get_health(self, _: HTTPRequest) -> Any:
-        return {"status": "ok"}
+    def _endpoint(
+        self, keys: Keys, post: PostHandler | None = None, get: Callable[[HTTPRequest], Any] = _unknown
+    ) -> Callable[[HTTPRequest], Awaitable[Response]]:
+        """Returns the endpoint of a route. A request without the key is refused before its body is read."""
 
-    async def _get_models(self, _: HTTPRequest) -> Any:
+        async def endpoint(request: HTTPRequest) -> Response:
+            try:
+                path: str = request.scope["path"]
+                if path != HEALTH or self._key is None:
+                    keys.owner(request.headers)
+                if path in (WEIGHTS, ADAPTERS):
+                    keys.check_admin(path)
+                body = await read_body(request, self._max_body, BODY_SECONDS)
+                if post is None:
+                    return await openai_reply(get(request))
+                client = () if request.client is None else tuple(map(str, request.client))
+                return await unless_disconnected(request, _reply(post(body, client)))
+            except HTTPError as error:
+                return openai_error(error)
+            except ClientDisconnect:
+                return Response(status_code=400)
+            except Exception as error:
+                LOG.exception("%s %s failed", request.method, request.scope["path"])
+                return openai_error(HTTPError(500, f"the request failed: {error!r}."))
+
+        return endpoint
+
+    def _get_models(self) -> dict[str, Any]:
         max_length = self.generator.max_length
         model = {"id": self.name, "object": "model", "created": 0, "owned_by": OWNER, "max_model_len": max_length}
         adapters = [{**model, "id": name, "parent": self.name} for name in self.generator.adapters.names]
         return {"object": "list", "data": [model, *adapters]}
 
-    async def _get_model(self, request: HTTPRequest) -> Any:
-        name = unquote(request.path.removeprefix(f"{MODELS}/"))
+    def _get_model(self, request: HTTPRequest) -> Any:
+        name = request.path_params["name"]
         self.adapter_of(name)
-        models = (await self._get_models(request))["data"]
-        return next(model for model in models if model["id"] == name)
+        return next(model for model in self._get_models()["data"] if model["id"] == name)
 
-    async def _get_weights(self, _: HTTPRequest) -> Any:
-        return vars(self.weights)
-
-    async def _post_generate(self, request: HTTPRequest) -> Any:
+    async def _post_generate(self, raw: bytes, client: tuple[str, ...]) -> Any:
         with bad_request_on_error():
-            body = parse(GenerateBody, request.body)
-            generation = read_request(body, self.adapter_of(body.model), request.client)
-        ((completion,),) = await self.generate([generation], request.is_gone)
+            body = parse(GenerateBody, raw)
+            generation = read_request(body, self.adapter_of(body.model), client)
+        ((completion,),) = await self.generate([generation])
         return write_completion(completion)
 
-    async def _post_weights(self, request: HTTPRequest) -> Any:
+    async def _post_weights(self, raw: bytes, _: tuple[str, ...]) -> Any:
         with bad_request_on_error():
-            body = parse(WeightsBody, request.body)
+            body = parse(WeightsBody, raw)
         return await self._update(partial(self._reload, body.directory, body.version))
 
-    async def _post_adapters(self, request: HTTPRequest) -> Any:
+    async def _post_adapters(self, raw: bytes, _: tuple[str, ...]) -> Any:
         with bad_request_on_error():
-            body = parse(AdapterBody, request.body)
+            body = parse(AdapterBody, raw)
             if body.name == self.name:
                 raise ValueError(f"{body.name!r} is the name of the model; give the adapter another.")
         return await self._update(partial(self._load_adapter, body))
@@ -276,10 +303,7 @@ class GenerationServer:
         """Returns what the generating thread sets as the task's result, between two steps."""
         future: Future[Any] = Future()
         self._tasks.put(lambda: task(future))
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            raise HTTPError(500, "generating has ended.") from None
+        return await asyncio.wrap_future(future)
 
     # --- in the thread that generates
 
@@ -418,6 +442,10 @@ def _scored(prompt: Sequence[int], values: Mapping[str, Sequence[Tensor]], index
     for position in range(1, len(prompt)):
         logprobs[position] = places[position].get(prompt[position], logprobs[position])
     return ScoredTokens(prompt, logprobs, [None, *(list(place.items()) for place in places[1:])])
+
+
+async def _reply(result: Awaitable[Any]) -> Response:
+    return await openai_reply(await result)
 
 
 def _resolve(future: Future[Any], value: Any = None, *, error: Exception | None = None) -> None:

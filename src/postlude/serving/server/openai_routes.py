@@ -11,7 +11,7 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -31,9 +31,9 @@ from postlude.data.tool_calls import (
 from postlude.data.tool_grammar import ToolGrammar
 from postlude.generate.protocol import Completion, Progress, Request
 from postlude.generate.text_stream import TextStream
+from postlude.serving.http.errors import HTTPError, bad_request_on_error
 from postlude.serving.request_body import parse
 from postlude.serving.server.client_turns import ClientTurns
-from postlude.serving.server.http_server import HTTPError, HTTPRequest, bad_request_on_error
 from postlude.serving.server.openai_bodies import ChatBody, CommonBody, CompletionsBody, parameter_types
 
 COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
@@ -49,14 +49,14 @@ class CompletionBackend(Protocol):
     def adapter_of(self, name: str | None) -> str | None:
         """Returns the adapter that a request with this model uses. An unknown name is status 404."""
 
-    async def generate(self, requests: Sequence[Request], is_gone: Callable[[], bool]) -> list[list[Completion]]:
-        """Returns the completions of each request."""
+    async def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        """Returns the completions of each request. Generating them ends when this is cancelled."""
 
     async def score_prompts(self, requests: Sequence[Request], top: int) -> list[ScoredTokens]:
         """Returns the tokens of each prompt with their log-probs, at temperature 1, and `top` likeliest ones."""
 
-    def stream(self, requests: Sequence[Request], is_gone: Callable[[], bool]) -> AsyncGenerator[Progress, None]:
-        """Yields their tokens as they come."""
+    def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Progress, None]:
+        """Yields their tokens as they come. Generating them ends with the generator."""
 
 
 @dataclass(frozen=True)
@@ -130,17 +130,16 @@ class OpenAIRoutes:
         self._tokenizer = tokenizer
         self._encoding = ClientTurns()  # a tokenizer is not thread-safe
 
-    async def completions(self, request: HTTPRequest) -> Any:
-        """Returns the reply to a request to COMPLETIONS."""
+    async def completions(self, raw: bytes, client: tuple[str, ...]) -> Any:
+        """Returns the reply to a request to COMPLETIONS: a JSON value, or a generator of them for a stream."""
         with bad_request_on_error():
-            body = parse(CompletionsBody, request.body)
+            body = parse(CompletionsBody, raw)
             self._check(body)
             sampling = body.sampling(16 if body.max_tokens is None else body.max_tokens, body.logprobs or 0)
             single = isinstance(body.prompt, str) or (body.prompt and isinstance(body.prompt[0], int))
             prompts: list[Any] = [body.prompt] if single else list(body.prompt)
             n = self._count(body, len(prompts))
             _check_logprobs(n * len(prompts), sampling.max_new_tokens, body.logprobs)
-        client = request.client
         encoded = [await self._encode(client, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         with bad_request_on_error():
             adapter = self.backend.adapter_of(body.model)
@@ -156,12 +155,12 @@ class OpenAIRoutes:
                 _check_logprobs(n * len(prompts), length, body.logprobs)
             scores = await self.backend.score_prompts(requests, body.logprobs)
         call = self._call(requests, body, chat=False, logprobs=body.logprobs is not None, echo=echo, echo_tokens=scores)
-        return await self._reply(call, request)
+        return await self._reply(call)
 
-    async def chat(self, request: HTTPRequest) -> Any:
-        """Returns the reply to a request to CHAT."""
+    async def chat(self, raw: bytes, client: tuple[str, ...]) -> Any:
+        """Returns the reply to a request to CHAT, as `completions` does."""
         with bad_request_on_error():
-            body = parse(ChatBody, request.body)
+            body = parse(ChatBody, raw)
             self._check(body)
             if body.max_tokens is not None and body.max_completion_tokens is not None:
                 raise ValueError(
@@ -173,7 +172,7 @@ class OpenAIRoutes:
                 raise ValueError("messages is []: give at least one message.")
             messages = [message.plain(index) for index, message in enumerate(body.messages)]
             n, declared = self._count(body, 1), body.plain_tools()
-        tokens = await self._encode(request.client, messages, body.chat_template_kwargs or {}, declared)
+        tokens = await self._encode(client, messages, body.chat_template_kwargs or {}, declared)
         limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         with bad_request_on_error():
             room = max(1, self.max_length - len(tokens))  # the generator refuses a prompt that leaves no room
@@ -187,9 +186,9 @@ class OpenAIRoutes:
             sampling = body.sampling(room if limit is None else limit, body.top_logprobs or 0, grammar)
             _check_logprobs(n, sampling.max_new_tokens, body.top_logprobs or 0 if body.logprobs else None)
             adapter = self.backend.adapter_of(body.model)
-            generation = Request(tuple(tokens), sampling, n=n, adapter=adapter, client=request.client)
+            generation = Request(tuple(tokens), sampling, n=n, adapter=adapter, client=client)
         call = self._call([generation], body, chat=True, logprobs=bool(body.logprobs), tools=tools)
-        return await self._reply(call, request)
+        return await self._reply(call)
 
     @cached_property
     def _tool_format(self) -> ToolCallFormat:
@@ -267,14 +266,19 @@ class OpenAIRoutes:
             )
         try:
             async with self._encoding.turn(client[0] if client else ""):
-                return await asyncio.to_thread(encoder.prompt, prompt, tools=list(tools))
+                encoding = asyncio.ensure_future(asyncio.to_thread(encoder.prompt, prompt, tools=list(tools)))
+                try:
+                    return await asyncio.shield(encoding)
+                except asyncio.CancelledError:
+                    await asyncio.wait([encoding])  # it has the tokenizer
+                    raise
         except Exception as error:  # a template may raise anything
             raise HTTPError(400, f"the prompt cannot be encoded: {error}") from error
 
-    async def _reply(self, call: _Call, request: HTTPRequest) -> Any:
+    async def _reply(self, call: _Call) -> Any:
         if call.stream:
-            return self._events(call, request)
-        groups = await self.backend.generate(call.requests, request.is_gone)
+            return self._events(call)
+        groups = await self.backend.generate(call.requests)
         completions = [completion for group in groups for completion in group]
         choices = await asyncio.to_thread(self._choices, call, completions)
         total = sum(len(completion.tokens) for completion in completions)
@@ -306,7 +310,7 @@ class OpenAIRoutes:
                 return before, calls, "tool_calls" if completion.finish_reason == "stop" else completion.finish_reason
         return completion.text, [], completion.finish_reason
 
-    async def _events(self, call: _Call, request: HTTPRequest) -> AsyncGenerator[Any, None]:
+    async def _events(self, call: _Call) -> AsyncGenerator[Any, None]:
         """Yields a chunk for each piece of text, a last one for each completion, and then the usage, if requested."""
         assert self._tokenizer is not None
         stops = call.requests[0].sampling.stop
@@ -317,7 +321,7 @@ class OpenAIRoutes:
         starts: list[tuple[dict[str, Any], ScoredTokens]] = [({"text": text}, tokens) for text, tokens in echoed]
         if call.chat:
             starts = [({"delta": {"role": "assistant", "content": ""}}, ScoredTokens())] * len(texts)
-        async with contextlib.aclosing(self.backend.stream(call.requests, request.is_gone)) as stream:
+        async with contextlib.aclosing(self.backend.stream(call.requests)) as stream:
             async for progress in stream:
                 for index, (start, tokens) in enumerate(starts):  # now that the request is accepted
                     yield self._chunk(call, [self._choice(call, index, start, tokens, None)])

@@ -1,0 +1,73 @@
+"""Requests of both servers: `read_body` reads within limits, `unless_disconnected` ends work if the client is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from postlude.serving.http.errors import HTTPError
+
+Result = TypeVar("Result")
+JSON = "application/json"
+
+
+class BodyTooLarge(HTTPError):
+    """A body is above the limit. `head` is its beginning."""
+
+    def __init__(self, size: str, limit: int, head: bytes) -> None:
+        super().__init__(413, f"the request has {size} bytes; the most is {limit}.")
+        self.head = head
+
+
+async def read_body(
+    request: Request, limit: int, seconds: float, types: Sequence[str] = (JSON,), head_bytes: int = 0
+) -> bytes:
+    """Returns the body of a request. `seconds` is how long it may take to arrive.
+
+    A body that says to be too large is refused after its first `head_bytes`.
+    """
+    length = request.headers.get("content-length", "0")
+    declared, body = int(length) if length.isdecimal() else 0, bytearray()
+    if declared:
+        _check_type(request, types)
+    if declared > limit and not head_bytes:
+        raise BodyTooLarge(str(declared), limit, b"")
+    try:
+        async with asyncio.timeout(seconds):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit or (declared > limit and len(body) >= head_bytes):
+                    raise BodyTooLarge(str(declared or f"more than {limit}"), limit, bytes(body[:head_bytes]))
+    except TimeoutError:
+        raise HTTPError(408, f"the request's body did not come within {seconds:g} s.") from None
+    if body:
+        _check_type(request, types)
+    return bytes(body)
+
+
+def _check_type(request: Request, types: Sequence[str]) -> None:
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() not in types:
+        raise HTTPError(415, f"the request's Content-Type is {kind[:60]!r}; send {' or '.join(types)}.")
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Returns the result of `work`. Cancels it when the client is gone, and raises `ClientDisconnect`."""
+    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for future in (task, watcher):
+            future.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
