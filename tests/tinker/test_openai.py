@@ -85,6 +85,7 @@ def test_invalid_request_gets_openai_error(tmp_path: Path) -> None:
                 reply = await post(app, "/v1/completions", body | change)
                 assert (reply.status, reply.json["error"]["type"]) == (status, "invalid_request_error")
                 assert sentence in reply.json["error"]["message"]
+                assert reply.json["error"]["code"] == ("model_not_found" if status == 404 else None)
             other = await post(app, "/v1/completions", body, key="tml-two")
             assert other.status == 404
             nested = await post(app, "/v1/completions", b'{"model":' + b"[" * 100_000 + b"]" * 100_000 + b"}")

@@ -26,7 +26,6 @@ from postlude.serving.http.requests import JSON as JSON_TYPE
 from postlude.serving.http.requests import BodyTooLarge, read_body
 from postlude.serving.request_body import parse
 from postlude.tinker import bodies, wire
-from postlude.tinker.errors import APIError
 from postlude.tinker.futures import JSON, Future, digest
 from postlude.tinker.model_requests import ModelRequests
 from postlude.tinker.paths import TinkerPath
@@ -142,12 +141,12 @@ class TinkerApp:
             except HTTPError as error:
                 return error_reply(error)
             except (ValueError, TypeError, OverflowError) as error:
-                return error_reply(APIError(400, str(error)))
+                return error_reply(HTTPError(400, str(error)))
             except ClientDisconnect:
                 return Response(status_code=400)
             except Exception as error:
                 LOG.exception("%s %s failed", request.method, request.url.path)
-                return error_reply(APIError(500, f"the request failed: {error!r}."))
+                return error_reply(HTTPError(500, f"the request failed: {error!r}."))
             if reply is None:
                 return Response(status_code=204)
             if isinstance(reply, Future):  # its result is fetched later
@@ -165,7 +164,7 @@ class TinkerApp:
     def _owner(self, request: Request) -> str:
         owner = self._keys.owner(request.headers)
         if owner is None:
-            raise APIError(401, "the request has no key: set TINKER_API_KEY, or the header X-API-Key.")
+            raise HTTPError(401, "the request has no key: set TINKER_API_KEY, or the header X-API-Key.")
         return owner
 
     async def read(self, request: Request) -> bytes:
@@ -182,12 +181,12 @@ class TinkerApp:
         if encoding == "zstd":
             try:
                 return wire.decompress(body, limit)
-            except APIError as error:
+            except HTTPError as error:
                 if error.status == 413:
                     await self._refuse_large(request, wire.decompress_head(body, HEAD_BYTES))
                 raise
         if encoding != "identity":
-            raise APIError(415, f"Content-Encoding is {encoding[:40]!r}; send it plain or as zstd.")
+            raise HTTPError(415, f"Content-Encoding is {encoding[:40]!r}; send it plain or as zstd.")
         return body
 
     async def _refuse_large(self, request: Request, head: bytes) -> None:
@@ -215,7 +214,7 @@ class TinkerApp:
             try:
                 body = parse(schema, raw)
             except ValueError as error:
-                with contextlib.suppress(ValueError, APIError):
+                with contextlib.suppress(ValueError, HTTPError):
                     which = parse(bodies.TrainingBody, raw)
                     model = self.service.model(owner, which.model_id)
                     role: OperationRole = "step" if kind == "optim_step" else "other"
@@ -238,7 +237,7 @@ class TinkerApp:
         return JSONReply({"status": "ok"})
 
     async def _unknown(self, request: Request, _: str) -> HandlerReply:
-        raise APIError(404, f"{request.method} {request.url.path} is not supported by this server.")
+        raise HTTPError(404, f"{request.method} {request.url.path} is not supported by this server.")
 
     def _client_config(self, _: str, body: bodies.ClientConfigBody) -> HandlerReply:
         LOG.info("a client has tinker %s", body.sdk_version or "of unknown version")
@@ -257,14 +256,14 @@ class TinkerApp:
         body = await self.read(request)
         kind = request.headers.get("content-type", "").partition(";")[0]
         if kind != PROTOBUF:
-            raise APIError(415, f"forward_backward has the Content-Type {kind[:60]!r}; send {PROTOBUF}.")
+            raise HTTPError(415, f"forward_backward has the Content-Type {kind[:60]!r}; send {PROTOBUF}.")
         return await self._models.forward_backward(owner, wire.parse_forward_backward(body), len(body))
 
     async def _retrieve(self, owner: str, body: bodies.RequestBody) -> HandlerReply:
         request_id = body.request_id
         try:
             future = self.service.future(owner, request_id)
-        except APIError as error:
+        except HTTPError as error:
             if error.status != 410 or ":train:" not in request_id:
                 raise
             return {"error": str(error), "category": "server"}  # the client shows it; of a 410 it shows nothing
@@ -295,7 +294,7 @@ class TinkerApp:
         path = _path(request)
         self.service.checkpoint(owner, path)
         if path.kind != "external_weights":
-            raise APIError(400, f"{path} has no links: save it with save_weights_external.")
+            raise HTTPError(400, f"{path} has no links: save it with save_weights_external.")
         expires = int(time.time()) + URL_SECONDS
         server = f"{request.url.scheme}://{request.headers.get('host', '')}"
         base = f"{server}{API}/files/{quote(path.run_id)}/{quote(path.name)}"
@@ -320,7 +319,7 @@ class TinkerApp:
         except ValueError:
             file = None
         if file is None:
-            return error_response(APIError(403, "the link is wrong or has expired; ask for a new one."))
+            return error_response(HTTPError(403, "the link is wrong or has expired; ask for a new one."))
         return FileResponse(file)
 
 
@@ -337,7 +336,7 @@ def _paged(read: Callable[[str, int, int], JSON]) -> Handler:
         try:
             limit, offset = int(query.get("limit", "20")), int(query.get("offset", "0"))
         except ValueError:
-            raise APIError(400, "limit and offset are whole numbers.") from None
+            raise HTTPError(400, "limit and offset are whole numbers.") from None
         return read(owner, limit, offset)
 
     return handle

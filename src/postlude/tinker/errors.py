@@ -1,4 +1,4 @@
-"""APIError: a status and a sentence for the client."""
+"""Failures in words for the client, which retries 408, 409, 429 and 5xx and raises the others to its user."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ from typing import Literal
 from postlude.serving.http.errors import HTTPError
 
 
-class APIError(HTTPError):
-    """A refused request. The client retries 408, 409, 429 and 5xx, and raises the others to its user."""
-
-
 def describe_failure(error: Exception) -> tuple[str, Literal["user", "server"]] | None:
     """Returns a sentence about an error that was foreseen, and whose fault it is; None for any other."""
     if isinstance(error, (ValueError, TypeError, OverflowError)):
         return str(error), "user"
-    if isinstance(error, APIError):
+    if isinstance(error, HTTPError):
         return str(error), "user" if error.status < 500 else "server"
     return None
 

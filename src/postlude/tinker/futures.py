@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from postlude.tinker.errors import APIError
+from postlude.serving.http.errors import HTTPError
 from postlude.tinker.limits import Limits
 
 Category = Literal["user", "server", "unknown"]
@@ -83,7 +83,7 @@ class FutureStore:
         """Returns the future of a request that is sent again. Refuses another request with the same number."""
         future = self._futures.get(request_id)
         if future is not None and (future.kind, future.content) != (kind, content):
-            raise APIError(
+            raise HTTPError(
                 400,
                 f"{request_id} was a {future.kind} with other content: another client has used this number. Give each "
                 "client a model or sampler of its own.",

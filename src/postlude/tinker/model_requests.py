@@ -13,9 +13,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from postlude.serving.http.errors import HTTPError
 from postlude.tinker import bodies
 from postlude.tinker.backend import AdamParams, ModelSpec, PassRequest, TinkerBackend
-from postlude.tinker.errors import APIError
 from postlude.tinker.futures import JSON, Future, digest
 from postlude.tinker.paths import Kind, TinkerPath, check_name
 from postlude.tinker.sampling import SamplingSession
@@ -93,16 +93,16 @@ class ModelRequests:
         if model_id in self._training.models:
             return self._training.models[model_id]
         if model_id in self._state.runs:
-            raise APIError(410, self._service.why_gone(model_id))
+            raise HTTPError(410, self._service.why_gone(model_id))
         if len(self._training.models) >= self._service.limits.models:
-            raise APIError(
+            raise HTTPError(
                 400,
                 f"{len(self._training.models)} models are being trained, which is the limit of this server. End a "
                 "session, or start the server with a larger --max-models.",
             )
         limit = self._service.limits.models_per_key
         if sum(model.owner == session.record.owner for model in self._training.models.values()) >= limit:
-            raise APIError(
+            raise HTTPError(
                 400,
                 f"{limit} models of this key are being trained, which is its limit. End a session, or start the server "
                 "with a larger --max-models-per-key.",
@@ -116,7 +116,7 @@ class ModelRequests:
         run = Run(model_id, model.owner, model.session_id, spec, now, now, dict(user_metadata or {}))
         try:
             await self._service.save(run)
-        except APIError:
+        except HTTPError:
             del self._training.models[model_id]
             raise
         return model
@@ -126,9 +126,9 @@ class ModelRequests:
         limit = self._service.limits.full_models
         running = sum(model.spec.lora is None for model in self._training.models.values())
         if limit == 0:
-            raise APIError(400, "this server trains adapters only (--max-full-models 0): give a lora_config.")
+            raise HTTPError(400, "this server trains adapters only (--max-full-models 0): give a lora_config.")
         if running >= limit:
-            raise APIError(
+            raise HTTPError(
                 400,
                 f"all weights of {running} models are being trained, which is the limit of this server. Give a "
                 "lora_config, end the session of another, or start the server with a larger --max-full-models.",
@@ -225,7 +225,7 @@ class ModelRequests:
                 await write(model.model_id, aside)
                 saved = await asyncio.to_thread(self._state.publish, aside, checkpoint, overwrite=body.overwrite)
             self._state.remember(saved)
-            with contextlib.suppress(APIError):  # the checkpoint is saved, whatever becomes of this
+            with contextlib.suppress(HTTPError):  # the checkpoint is saved, whatever becomes of this
                 await self._service.save(replace(self._state.runs[model.model_id], last_request=now))
             return {"type": SAVE_KINDS[kind], "path": str(path), "size_bytes": saved.size}
 
@@ -256,13 +256,13 @@ class ModelRequests:
             session = self._service.session(owner, body.session_id)
             spec = self._service.checkpoint(owner, TinkerPath.parse(body.path)).spec
             if body.base_model is not None and body.base_model != spec.base_model:
-                raise APIError(
+                raise HTTPError(
                     400, f"{body.path} was trained from {spec.base_model}; it cannot be loaded as {body.base_model}."
                 )
             model = await self._new_model(session, body.model_seq_id, spec, body.user_metadata)
             number, kind, create = 0, "create_model", True
         else:
-            raise APIError(400, "load_weights needs model_id and seq_id, or session_id and model_seq_id.")
+            raise HTTPError(400, "load_weights needs model_id and seq_id, or session_id and model_seq_id.")
 
         async def run(_: Callable[[], None]) -> JSON:
             bodies.check_optimizer(body.optimizer_config)

@@ -20,7 +20,6 @@ from postlude.serving.http.replies import JSONReply, openai_error, openai_reply
 from postlude.serving.http.requests import unless_disconnected
 from postlude.tinker.app import TinkerApp
 from postlude.tinker.backend import SampledSequence, SampleProgress, SampleRequest
-from postlude.tinker.errors import APIError
 from postlude.tinker.sampling import Samplers, SamplingSession
 from postlude.tinker.token_checks import check_prompt
 
@@ -63,10 +62,10 @@ class OpenAIApp:
         for model in self._list(owner):
             if model["id"] == name:
                 return JSONReply(model)
-        raise APIError(404, f"there is no model {name[:200]!r}.")
+        raise HTTPError(404, f"there is no model {name[:200]!r}.", "model_not_found")
 
     async def _unknown(self, request: Request, _: str) -> Response:
-        raise APIError(404, f"{request.method} {request.url.path} is not supported by this server.")
+        raise HTTPError(404, f"{request.method} {request.url.path} is not supported by this server.")
 
     def _list(self, owner: str) -> list[dict[str, Any]]:
         saved = [
@@ -83,9 +82,9 @@ class OpenAIApp:
             try:
                 model = json.loads(body).get("model")
             except (ValueError, AttributeError, RecursionError) as error:
-                raise APIError(400, "the request is not a JSON object, or is nested too deeply.") from error
+                raise HTTPError(400, "the request is not a JSON object, or is nested too deeply.") from error
             if not isinstance(model, str):
-                raise APIError(400, f"model is {model!r:.60}: give a base model or a tinker:// path.")
+                raise HTTPError(400, f"model is {model!r:.60}: give a base model or a tinker:// path.")
             routes = await self._routes_of(owner, model)
             self._service.samplers.check_room(owner)
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TypeVar
 
+from postlude.serving.http.errors import HTTPError
 from postlude.tinker import bodies
-from postlude.tinker.errors import APIError
 from postlude.tinker.futures import JSON
 from postlude.tinker.paths import CHECKPOINT_TYPES, TinkerPath
 from postlude.tinker.service import TinkerService
@@ -70,7 +70,7 @@ class Records:
         """Returns one run."""
         run = self._state.runs.get(run_id)
         if run is None or run.owner != owner:
-            raise APIError(404, f"there is no training run {run_id[:80]!r}.")
+            raise HTTPError(404, f"there is no training run {run_id[:80]!r}.")
         return self._run(run)
 
     def _run(self, run: Run) -> JSON:
@@ -126,7 +126,7 @@ class Records:
         """Returns a checkpoint of this key; one of another key may be read if it is public, but not changed."""
         checkpoint = self._service.checkpoint(owner, path)
         if checkpoint.owner != owner:
-            raise APIError(403, f"{path} is public but of another key; it cannot be changed.")
+            raise HTTPError(403, f"{path} is public but of another key; it cannot be changed.")
         return checkpoint
 
     async def delete(self, owner: str, path: TinkerPath) -> None:

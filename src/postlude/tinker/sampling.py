@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from postlude.serving.http.errors import HTTPError
 from postlude.tinker.backend import ModelLost, SampleProgress, SampleRequest, SampleResult, TinkerBackend
-from postlude.tinker.errors import APIError, describe_failure
+from postlude.tinker.errors import describe_failure
 from postlude.tinker.futures import Future, FutureStore
 from postlude.tinker.limits import Limits
 from postlude.tinker.paths import TinkerPath
@@ -55,7 +56,7 @@ class Samplers:
         self.samplers[identity] = self.samplers.pop(identity, sampler)
         async with sampler.lock:
             if sampler.closed_reason is not None:
-                raise APIError(410, sampler.closed_reason)
+                raise HTTPError(410, sampler.closed_reason)
             if sampler.is_open:
                 return
             if sampler.record.snapshot:
@@ -63,12 +64,12 @@ class Samplers:
                     f"the weights of {identity} were not saved with a name, and the server has been started again "
                     "since. Save them again, with a name to keep them."
                 )
-                raise APIError(410, sampler.closed_reason)
+                raise HTTPError(410, sampler.closed_reason)
             directory = None
             if sampler.record.path is not None:
                 path = TinkerPath.parse(sampler.record.path)
                 if path not in self._state.checkpoints:
-                    raise APIError(404, f"{path} does not exist any more: it was deleted, or it has expired.")
+                    raise HTTPError(404, f"{path} does not exist any more: it was deleted, or it has expired.")
                 directory = self._state.directory_of(path)
             await self._make_room()
             await self._backend.open_sampler(identity, sampler.record.base_model, directory)
@@ -91,7 +92,7 @@ class Samplers:
     def check_room(self, owner: str) -> None:
         """Refuses a request beyond the limit with 429."""
         if self._running[owner] >= self._limits.samples_per_key:
-            raise APIError(
+            raise HTTPError(
                 429, f"{self._running[owner]} samples of this key are running, which is the limit.", retry_after=1.0
             )
 

@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from postlude.serving.http.errors import HTTPError
 from postlude.tinker import bodies
 from postlude.tinker.backend import BaseModelInfo, SampleRequest, TinkerBackend
-from postlude.tinker.errors import APIError, storage_sentence
+from postlude.tinker.errors import storage_sentence
 from postlude.tinker.futures import JSON, Future, FutureStore, digest
 from postlude.tinker.limits import Limits
 from postlude.tinker.paths import TinkerPath
@@ -72,7 +73,7 @@ class TinkerService:
         """Makes a session."""
         open_sessions = sum(session.record.owner == owner for session in self.sessions.values())
         if open_sessions >= self.limits.sessions_per_key:
-            raise APIError(429, f"{open_sessions} sessions of this key are open, which is the limit.", retry_after=5.0)
+            raise HTTPError(429, f"{open_sessions} sessions of this key are open, which is the limit.", retry_after=5.0)
         record = SessionRecord(
             secrets.token_hex(8),
             owner,
@@ -105,14 +106,14 @@ class TinkerService:
         """Returns a session that is alive."""
         record, session = self.session_record(owner, session_id), self.sessions.get(session_id)
         if session is None or record.finished is not None:
-            raise APIError(410, f"the session {session_id} has ended ({record.finished}). Make a new ServiceClient.")
+            raise HTTPError(410, f"the session {session_id} has ended ({record.finished}). Make a new ServiceClient.")
         return session
 
     def session_record(self, owner: str, session_id: str) -> SessionRecord:
         """Returns what is saved of a session of a key."""
         record = self.state.sessions.get(session_id)
         if record is None or record.owner != owner:
-            raise APIError(404, f"there is no session {session_id[:60]!r}.")
+            raise HTTPError(404, f"there is no session {session_id[:60]!r}.")
         return record
 
     def _keep_alive(self, session_id: str) -> None:
@@ -124,7 +125,8 @@ class TinkerService:
     def base(self, name: str) -> BaseModelInfo:
         """Returns a base model."""
         if name not in self.bases:
-            raise APIError(404, f"there is no base model {name[:80]!r} here; there are {', '.join(self.bases)}.")
+            names = ", ".join(self.bases)
+            raise HTTPError(404, f"there is no base model {name[:80]!r} here; there are {names}.", "model_not_found")
         return self.bases[name]
 
     def model(self, owner: str, model_id: str) -> TrainedModel:
@@ -135,8 +137,8 @@ class TinkerService:
             return model
         run = self.state.runs.get(model_id)
         if run is None or run.owner != owner:
-            raise APIError(404, f"there is no model {model_id[:80]!r}.")
-        raise APIError(410, self.why_gone(model_id))
+            raise HTTPError(404, f"there is no model {model_id[:80]!r}.")
+        raise HTTPError(410, self.why_gone(model_id))
 
     def why_gone(self, model_id: str) -> str:
         """Returns why a model takes no requests any more, and what of it can be loaded."""
@@ -150,7 +152,8 @@ class TinkerService:
         """Returns a checkpoint that a key may read: its own, or one that is public."""
         checkpoint = self.state.checkpoints.get(path)
         if checkpoint is None or checkpoint.is_expired() or not (checkpoint.owner == owner or checkpoint.public):
-            raise APIError(404, f"there is no checkpoint {path}: it was not saved, was deleted, or has expired.")
+            sentence = f"there is no checkpoint {path}: it was not saved, was deleted, or has expired."
+            raise HTTPError(404, sentence, "model_not_found")
         return checkpoint
 
     # Samplers
@@ -162,7 +165,7 @@ class TinkerService:
         record = self.sampler_record(owner, sampler_id, body.base_model, body.model_path)
         opened = self.samplers.samplers.get(sampler_id)
         if opened is not None and opened.record != record:
-            raise APIError(400, f"{sampler_id} samples other weights already: give another sampling_session_seq_id.")
+            raise HTTPError(400, f"{sampler_id} samples other weights already: give another sampling_session_seq_id.")
         if opened is None:
             sampler = SamplingSession(record, owner, session.record.session_id)
             self.samplers.add(sampler)
@@ -186,16 +189,16 @@ class TinkerService:
         """Returns what a sampler of a base model or of a saved path is, if the key may read it."""
         if model_path is None:
             if base_model is None:
-                raise APIError(400, "give base_model or model_path.")
+                raise HTTPError(400, "give base_model or model_path.")
             return SamplerRecord(sampler_id, self.base(base_model).name)
         path = TinkerPath.parse(model_path)
         checkpoint = self.checkpoint(owner, path)
         if path.kind != "sampler_weights":
-            raise APIError(
+            raise HTTPError(
                 400, f"{path} is not for sampling: save it with save_weights_for_sampler, which gives sampler_weights."
             )
         if base_model not in (None, checkpoint.spec.base_model):
-            raise APIError(400, f"{path} was trained from {checkpoint.spec.base_model}, not from {base_model}.")
+            raise HTTPError(400, f"{path} was trained from {checkpoint.spec.base_model}, not from {base_model}.")
         self.base(checkpoint.spec.base_model)
         return SamplerRecord(sampler_id, checkpoint.spec.base_model, path=str(path))
 
@@ -223,9 +226,9 @@ class TinkerService:
         known = record.samplers if record is not None and record.owner == owner else ()
         matching = [candidate for candidate in known if candidate.sampler_id == sampler_id]
         if not matching:
-            raise APIError(404, f"there is no sampling session {sampler_id[:80]!r}.")
+            raise HTTPError(404, f"there is no sampling session {sampler_id[:80]!r}.")
         if sampler_id in self.samplers.closed_reason:
-            raise APIError(410, self.samplers.closed_reason[sampler_id])
+            raise HTTPError(410, self.samplers.closed_reason[sampler_id])
         sampler = SamplingSession(matching[0], owner, session_id)
         self.samplers.add(sampler)
         return sampler
@@ -277,11 +280,11 @@ class TinkerService:
         parent = request_id.rpartition(":request:")[0]
         if parent in self.state.runs:
             model = self.model(owner, parent)  # raises if it is gone
-            raise APIError(410, f"{request_id} is not known any more; {model.model_id} goes on at {model.next_seq}.")
+            raise HTTPError(410, f"{request_id} is not known any more; {model.model_id} goes on at {model.next_seq}.")
         if parent:
             self.sampler(owner, parent)
-            raise APIError(410, f"{request_id} is not known any more; send the request again.")
-        raise APIError(404, f"there is no request {request_id[:80]!r}.")
+            raise HTTPError(410, f"{request_id} is not known any more; send the request again.")
+        raise HTTPError(404, f"there is no request {request_id[:80]!r}.")
 
     def cancel(self, owner: str, body: bodies.RequestBody) -> None:
         """Ends a sampling request; a training request is not ended."""
@@ -304,7 +307,7 @@ class TinkerService:
         try:
             await asyncio.to_thread(self.state.write, record)
         except OSError as error:
-            raise APIError(503, storage_sentence(error, self.state.directory), retry_after=5.0) from error
+            raise HTTPError(503, storage_sentence(error, self.state.directory), retry_after=5.0) from error
         self.state.remember(record)
 
     async def delete(self, path: TinkerPath) -> None:
@@ -354,7 +357,7 @@ class TinkerService:
                 await self.samplers.close(sampler, sentence)
             record = self.state.sessions[session_id]
             if record.finished is None:
-                with contextlib.suppress(APIError):
+                with contextlib.suppress(HTTPError):
                     await self.save_session(
                         session_id, lambda candidate: replace(candidate, finished="expired", ended=time.time())
                     )

@@ -18,8 +18,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from postlude.serving.http.errors import HTTPError
 from postlude.tinker.backend import ModelLost, ModelSpec, TinkerBackend
-from postlude.tinker.errors import APIError, describe_failure, storage_sentence
+from postlude.tinker.errors import describe_failure, storage_sentence
 from postlude.tinker.futures import JSON, Category, Future, FutureStore
 from postlude.tinker.limits import Limits
 from postlude.tinker.state import StateDirectory
@@ -110,15 +111,15 @@ class TrainingQueues:
         if model is None or seq_id <= model.next_seq:
             return
         if len(model.waiting) >= self._limits.queued_per_model:
-            raise APIError(
+            raise HTTPError(
                 429,
                 f"{len(model.waiting)} requests of {model.model_id} wait, which is the limit; send again later.",
                 retry_after=1.0,
             )
         if self._queued_bytes.total() + size > self._limits.queued_bytes:
-            raise APIError(429, "the server holds too many bytes of requests; send again later.", retry_after=1.0)
+            raise HTTPError(429, "the server holds too many bytes of requests; send again later.", retry_after=1.0)
         if self._queued_bytes[model.owner] + size > self._limits.queued_bytes_per_key:
-            raise APIError(
+            raise HTTPError(
                 429, "the requests of this key that wait hold too many bytes; send again later.", retry_after=1.0
             )
 
@@ -129,9 +130,9 @@ class TrainingQueues:
         if future is not None:
             return future
         if seq_id < model.next_seq:
-            raise APIError(410, f"request {seq_id} of {model.model_id} has run, and its result is not kept any more.")
+            raise HTTPError(410, f"request {seq_id} of {model.model_id} has run, and its result is not kept any more.")
         if model.ended is not None:
-            raise APIError(410, model.ended)
+            raise HTTPError(410, model.ended)
         self.check_room(model, seq_id, operation.size)
         operation.future = self._futures.add(request_id, model.owner, operation.kind, operation.content)
         failed = model.failed_pass
@@ -151,7 +152,7 @@ class TrainingQueues:
         async def fail(_: Callable[[], None]) -> JSON:
             raise ValueError(sentence)
 
-        with contextlib.suppress(APIError):
+        with contextlib.suppress(HTTPError):
             self.submit(model, seq_id, Operation(kind, content, fail, role))
 
     def end(self, model: TrainedModel, sentence: str) -> None:

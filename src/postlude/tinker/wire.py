@@ -9,8 +9,8 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
+from postlude.serving.http.errors import HTTPError
 from postlude.tinker.backend import Datum, ForwardBackwardResult, LossInput, PassRequest, SampleResult, TopK
-from postlude.tinker.errors import APIError
 from postlude.tinker.token_checks import check_tokens, dense_from_csr
 from postlude.tinker.wire_messages import message_class
 
@@ -27,14 +27,14 @@ def decompress(body: bytes, limit: int) -> bytes:
     try:
         import zstandard
     except ImportError:
-        raise APIError(415, "this server cannot read zstd: install postlude[tinker] there, or send it plain.") from None
+        raise HTTPError(415, "this server cannot read zstd: install postlude[tinker] there, or send plain.") from None
     try:
         with zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(body) as reader:
             plain: bytes = reader.read(limit + 1)
     except zstandard.ZstdError as error:
-        raise APIError(400, f"the request is not zstd, which its Content-Encoding says: {error}.") from error
+        raise HTTPError(400, f"the request is not zstd, which its Content-Encoding says: {error}.") from error
     if len(plain) > limit:
-        raise APIError(413, f"the request has more than {limit} bytes without compression, which is the limit.")
+        raise HTTPError(413, f"the request has more than {limit} bytes without compression, which is the limit.")
     return plain
 
 
@@ -53,7 +53,7 @@ def parse_forward_backward(body: bytes) -> Any:
     try:
         message.ParseFromString(body)
     except DecodeError as error:
-        raise APIError(400, "the request is not a protobuf ForwardBackwardRequest.") from error
+        raise HTTPError(400, "the request is not a protobuf ForwardBackwardRequest.") from error
     return message
 
 
