@@ -63,7 +63,7 @@ class HTTPConnection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Begins to wait for the rest of a request that was refused."""
         super().on_response_complete()
-        if self._receiving and not self.transport.is_closing():
+        if self._receiving and not self._unfinished() and not self.transport.is_closing():
             self._limit = self.loop.call_later(DRAIN_SECONDS, self.transport.close)
 
     def data_received(self, data: bytes) -> None:
@@ -81,6 +81,7 @@ class HTTPConnection(HttpToolsProtocol):
         cycles[-1].keep_alive = False
         if cycles[0].scope["http_version"] != "1.0" and not cycles[0].response_started:
             self.transport.write(CONTINUE)
+        self._cancel()
         self._limit = self.loop.call_later(GONE_SECONDS, self._close_if_gone)
         return True
 
