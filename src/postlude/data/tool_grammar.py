@@ -16,7 +16,7 @@ from postlude.data.tool_calls import Llama3, Qwen3Coder, ToolCallFormat, written
 ARGUMENTS = re.compile(r'\{\s*"probe"\s*:\s*1\s*\}')
 PARAMETER = re.compile(r"<parameter=probe(>\s*)1(\s*</parameter>)(\s*)")
 TEXT = r"/(.|\n)*/"
-SPACE = r"[ \n\t]{0,20}"  # between two parts of JSON
+SPACE = r"[ \n\t]{0,20}"  # between two parts of JSON; without a limit a completion may have nothing else
 
 
 class ToolGrammar:

@@ -6,9 +6,8 @@ from collections.abc import Collection
 from typing import Any
 
 from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.data.tool_grammar import SPACE
 from postlude.generate.sampling_params import SamplingParams
-
-WHITESPACE = r"[ \n\t]{0,20}"  # between two parts of JSON; without a limit a completion may have nothing else
 
 
 class Grammar:
@@ -61,7 +60,7 @@ class Grammars:
         try:
             grammar = sampling.grammar or ""
             if sampling.json_schema is not None:
-                options = {"whitespace_pattern": WHITESPACE}
+                options = {"whitespace_pattern": SPACE}
                 grammar = self._matcher.grammar_from_json_schema(sampling.json_schema, options)
             problem = self._matcher.validate_grammar(grammar, self._tokenizer)
         except ValueError as error:
