@@ -19,3 +19,10 @@ def mesh(layout: Layout) -> Mesh:
 def verify(group: Any, case: Case) -> Report | None:
     """Compares a case on a rank. The first rank returns the report."""
     return compare(case, mesh=mesh(case.layout))
+
+
+def equal_to_one_rank(ranks: Any, case: Case) -> Report:
+    """Asserts that a layout equals one rank. Returns the comparison."""
+    report: Report = ranks(case.layout.world_size, verify, case)[0]
+    assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
+    return report

@@ -12,7 +12,7 @@ from postlude.hf.load import load_model
 from postlude.model.blocks import MoEConfig
 from postlude.verify.cases import Case
 from tests.generate.test_generator import prompts, teacher_forced
-from tests.meshes import verify
+from tests.meshes import equal_to_one_rank
 from tests.model.small import VOCABULARY, small_config, small_microbatch
 
 CONFIG = small_config(
@@ -28,8 +28,7 @@ CONFIG = small_config(
 )
 @pytest.mark.slow
 def test_a_layout_equals_one_rank(ranks: Any, layout: str, options: dict[str, Any]) -> None:
-    report = ranks(2, verify, Case(CONFIG, layout=Layout.parse(layout), objective="sft", **options))[0]
-    assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
+    report = equal_to_one_rank(ranks, Case(CONFIG, layout=Layout.parse(layout), objective="sft", **options))
     assert {f"layers.2.{name}.up_proj.weight" for name in ("mlp", "mlp_2")} < report.gradients.keys()
 
 

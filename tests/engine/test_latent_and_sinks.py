@@ -12,7 +12,7 @@ from postlude.model.blocks import AttentionConfig, LatentAttentionConfig, MLPCon
 from postlude.verify.cases import Case
 from tests.engine.training import bitwise_equal, build, weights
 from tests.hf.families import CONFIGS, saved_model
-from tests.meshes import verify
+from tests.meshes import equal_to_one_rank
 
 HEADS = {"heads": 4, "kv_heads": 2, "head_dim": 6, "sinks": True, "qkv_bias": True, "output_bias": True}
 LATENT = LatentAttentionConfig(
@@ -49,8 +49,7 @@ WHOLE_QUERIES = replace(CONFIG, blocks={**CONFIG.blocks, "+": replace(LATENT, qu
 @pytest.mark.slow
 def test_a_layout_equals_one_rank(ranks: Any, layout: str, config: ModelConfig, recompute: Any) -> None:
     case = Case(config, layout=Layout.parse(layout), objective="gspo", recompute=recompute)
-    report = ranks(case.layout.world_size, verify, case)[0]
-    assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
+    equal_to_one_rank(ranks, case)
 
 
 def streamed(group: Any, layout: str, directory: str) -> dict[str, Any]:

@@ -1,20 +1,18 @@
 """Gated delta net: layouts equal one rank, packed sequences equal each alone, decode steps equal a full forward."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from postlude import LanguageModel, Layout, ModelConfig, pack
+from postlude import LanguageModel, Layout, ModelConfig
 from postlude.generate.generator import Generator
 from postlude.generate.sampling_params import SamplingParams
 from postlude.model.blocks import GatedDeltaConfig
 from postlude.verify.cases import Case
-from tests.equality import assert_equal
 from tests.generate.test_generator import prompts, teacher_forced, tokens
-from tests.meshes import verify
-from tests.model.small import assert_packed_equals_alone, sequences, small_config
+from tests.meshes import equal_to_one_rank
+from tests.model.small import assert_packed_equals_alone, small_config
 
 LENGTHS = (9, 1, 14, 2, 3, 30)
 KINDS = {
@@ -34,16 +32,6 @@ def test_packed_sequences_equal_each_alone(kind: str) -> None:
     assert_packed_equals_alone(LanguageModel(config(kind)), *LENGTHS)
 
 
-def test_chunk_size_does_not_change_the_result() -> None:
-    (microbatch,) = pack(sequences(*LENGTHS), budget=64)
-    results = []
-    for chunk in (1, 5, 64):
-        model = LanguageModel(small_config("GG", blocks={"G": replace(KINDS["shared"], chunk=chunk)}))
-        results.append(model(microbatch))
-    assert_equal(results[0], results[2], "logits")
-    assert_equal(results[1], results[2], "logits")
-
-
 def test_sizes_that_do_not_fit_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match=r"key_heads=3, value_heads=4.*key_heads divide value_heads"):
         GatedDeltaConfig(key_heads=3, value_heads=4, key_dim=4, value_dim=4)
@@ -52,32 +40,21 @@ def test_sizes_that_do_not_fit_each_other_are_refused() -> None:
 # --- layouts
 
 
-def layouts() -> list[Any]:
-    """Heads and tokens sharded in `make test`, by kind in turn; tests/verify has these blocks in the other layouts."""
-    results = []
-    kinds = ("shared", "alone", "three")
-    for turn, layout in enumerate(("tp=2", "cp=2", "pp=2", "dp_shard=2", "cp=2,tp=2", "cp=4", "pp=2,vpp=2,tp=2")):
-        for kind in kinds[:2] if Layout.parse(layout).cp * Layout.parse(layout).tp > 2 else kinds:
-            quick = layout in ("tp=2", "cp=2") and kind == kinds[turn % 3]
-            results.append(pytest.param(kind, layout, marks=() if quick else pytest.mark.thorough))
-    return results
-
-
-@pytest.mark.parametrize(("kind", "layout"), layouts())
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("shared", "tp=2"),  # tests/verify has these blocks in the other layouts
+        ("alone", "cp=2"),
+        pytest.param("three", "tp=2", marks=pytest.mark.thorough),
+        *(pytest.param(kind, "cp=2,tp=2", marks=pytest.mark.thorough) for kind in ("shared", "alone")),
+        *(pytest.param(kind, "pp=2,vpp=2,tp=2", marks=pytest.mark.thorough) for kind in ("shared", "alone")),
+    ],
+)
 @pytest.mark.slow
 def test_a_layout_equals_one_rank(ranks: Any, kind: str, layout: str) -> None:
     case = Case(config(kind), layout=Layout.parse(layout), objective=("sft", "grpo")[len(layout) % 2])
-    report = ranks(case.layout.world_size, verify, case)[0]
+    report = equal_to_one_rank(ranks, case)
     assert set(report.gradients) == set(LanguageModel(case.source).state_dict())
-    assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["selective", pytest.param("full", marks=pytest.mark.thorough)])
-def test_recompute_in_a_layout_changes_no_result(ranks: Any, recompute: Any) -> None:
-    case = Case(config("shared", "[GE]G"), layout=Layout(dp_shard=2), objective="sft", recompute=recompute)
-    report = ranks(2, verify, case)[0]
-    assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
 
 
 @pytest.mark.parametrize(("layout", "best"), [("tp=3", 2), ("cp=3", 2), ("tp=2,cp=3", 4), ("tp=8", 4)])

@@ -12,20 +12,14 @@ from postlude.model.parallel import RMSNorm
 from postlude.model.pattern import PatternError
 from postlude.ops.rotary import RotaryConfig, rotary_table, rotate
 from tests.equality import assert_equal, difference
-from tests.model.small import sequences, small_config, small_microbatch, small_model
+from tests.model.small import assert_packed_equals_alone, sequences, small_config, small_microbatch, small_model
 
 PATTERNS = ["[*-]{4}", "*-*E", "[*-][S-][*E]*", "[S*-][*E]{3}"]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_packed_equals_each_sequence_alone(pattern: str) -> None:
-    model = small_model(pattern)
-    batch = sequences(6, 1, 9, 2, 6, 4)
-    (packed_batch,) = pack(batch, budget=64)
-    packed = unpack([packed_batch], [model(packed_batch)], shifted=False)
-    for sequence, logits in zip(batch, packed, strict=True):
-        (alone,) = pack([sequence], budget=64)
-        assert_equal(logits, model(alone))
+    assert_packed_equals_alone(small_model(pattern), 6, 1, 9, 2, 6, 4)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

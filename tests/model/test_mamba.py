@@ -1,19 +1,18 @@
 """Mamba-2: layouts equal one rank, packed sequences equal each alone, decode steps equal a full forward."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from postlude import LanguageModel, Layout, ModelConfig, load_model, pack
+from postlude import LanguageModel, Layout, ModelConfig, load_model
 from postlude.generate.generator import Generator
 from postlude.generate.sampling_params import SamplingParams
 from postlude.model.blocks import MambaConfig
 from postlude.verify.cases import Case
 from tests.equality import assert_equal
 from tests.generate.test_generator import teacher_forced
-from tests.meshes import mesh, verify
+from tests.meshes import equal_to_one_rank, mesh
 from tests.model.small import assert_packed_equals_alone, sequences, small_config
 
 LENGTHS = (9, 1, 14, 2, 3, 30)
@@ -36,48 +35,24 @@ def test_packed_sequences_equal_each_alone(kind: str) -> None:
     assert_packed_equals_alone(LanguageModel(config(kind)), *LENGTHS)
 
 
-def test_chunk_size_does_not_change_the_result() -> None:
-    microbatches = pack(sequences(*LENGTHS), budget=64)
-    results = []
-    for chunk in (1, 5, 64):
-        model = LanguageModel(small_config("MM", blocks={"M": replace(KINDS["groups"], chunk=chunk)}))
-        results.append(model(microbatches[0]))
-    assert_equal(results[0], results[2], "logits")
-    assert_equal(results[1], results[2], "logits")
-
-
 # --- layouts
 
 
-def layouts() -> list[Any]:
-    """Each kind sharded by heads and by sequence; ranks that share groups, norms or both; one each of the rest.
-
-    In `make test` heads and tokens are divided; tests/verify has these blocks in the other layouts.
-    """
-    results = []
-    quick = {("groups", "tp=2"), ("one", "cp=2")}
-    for layout in ("tp=2", "cp=2", "cp=2,tp=2", "tp=4", "cp=4", "pp=2", "dp_shard=2", "pp=2,vpp=2,tp=2"):
-        for kind in KINDS:
-            marks = [] if (kind, layout) in quick else [pytest.mark.thorough]
-            marks += [pytest.mark.slow] if Layout.parse(layout).world_size > 2 else []
-            results.append(pytest.param(kind, layout, marks=marks))
-    return results
-
-
-@pytest.mark.parametrize(("kind", "layout"), layouts())
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("groups", "tp=2"),  # tests/verify has these blocks in the other layouts
+        ("one", "cp=2"),
+        pytest.param("gate-last", "cp=2,tp=2", marks=pytest.mark.thorough),
+        *(pytest.param(kind, "tp=4", marks=pytest.mark.thorough) for kind in KINDS),
+        *(pytest.param(kind, "pp=2,vpp=2,tp=2", marks=pytest.mark.thorough) for kind in KINDS),
+    ],
+)
 @pytest.mark.slow
 def test_a_layout_equals_one_rank(ranks: Any, kind: str, layout: str) -> None:
     case = Case(config(kind), layout=Layout.parse(layout), objective=("sft", "grpo")[len(layout) % 2])
-    report = ranks(case.layout.world_size, verify, case)[0]
+    report = equal_to_one_rank(ranks, case)
     assert set(report.gradients) == set(LanguageModel(case.source).state_dict())
-    assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
-
-
-@pytest.mark.parametrize("recompute", ["selective", pytest.param("full", marks=pytest.mark.thorough)])
-def test_recompute_in_a_layout_changes_no_result(ranks: Any, recompute: Any) -> None:
-    case = Case(config("groups", "[ME]M"), layout=Layout(dp_shard=2), objective="sft", recompute=recompute)
-    report = ranks(2, verify, case)[0]
-    assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The output processor: defaults are processors, results are returned unchanged, gradients reach everything."""
 
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
@@ -37,34 +36,6 @@ def test_token_losses_are_cross_entropy_and_zero_without_a_target() -> None:
     expected = F.cross_entropy(model(microbatch), microbatch.targets, reduction="none", ignore_index=-100)
     assert_equal(model(microbatch, targets=True), expected)
     assert (model(microbatch, targets=True)[microbatch.targets < 0] == 0).all()
-
-
-def test_model_returns_the_processors_result_object() -> None:
-    model, microbatch, context = small_model(), small_microbatch(), object()
-    result = {"anything": object()}
-    calls = []
-
-    def processor(inputs: OutputInputs, context: object) -> object:
-        calls.append((inputs, context))
-        return result
-
-    assert model(microbatch, output_processor=processor, output_processor_context=context) is result
-    ((inputs, received_context),) = calls  # once
-    assert received_context is context
-    assert inputs.microbatch is microbatch
-    assert inputs.config is model.config
-    assert inputs.layout == model.layout
-    assert inputs.hidden.shape == (len(microbatch), model.config.hidden_size)
-
-
-def test_inputs_are_frozen() -> None:
-    def processor(inputs: OutputInputs, context: None) -> None:
-        with pytest.raises(FrozenInstanceError):
-            inputs.hidden = torch.zeros(1)
-        with pytest.raises(FrozenInstanceError):
-            inputs.head.weight = torch.zeros(1)
-
-    small_model()(small_microbatch(), output_processor=processor)
 
 
 def test_without_targets_the_model_returns_logits() -> None:

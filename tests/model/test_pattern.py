@@ -71,10 +71,8 @@ BROKEN = [
     ("*]", "]", 2),
     ("* )", ")", 3),
     ("[(*]", "]", 4),
-    ("([*)]", ")", 4),
     ("*{2", "{", 2),
     ("*{2[*-]{3}", "{", 2),
-    ("*2}", "2", 2),
     ("*}", "}", 2),
     ("[[*]]", "[", 2),
     ("[M (* [-])]", "[", 7),
@@ -83,11 +81,8 @@ BROKEN = [
     ("[()]", "(", 2),
     ("[*|*]", "|", 3),
     ("(*|*)", "|", 3),
-    ("*/*|*", "|", 4),
     ("*/|*", "|", 3),
-    ("[*/*]", "/", 3),
     ("(*/*)", "/", 3),
-    ("[*E-]", "E", 3),
     ("[ * E * ]", "E", 5),
     ("[(ME){2}]", "E", 4),
     ("[E{2}]", "E", 2),
@@ -104,20 +99,15 @@ BROKEN = [
     ("*{}", "}", 3),
     ("*{x}", "x", 3),
     ("*{ 0 }", "0", 4),
-    ("*{00}", "0", 3),
     ("*{-1}", "-", 3),
-    ("*{+1}", "+", 3),
     ("*{1.5}", "1", 3),
     ("*{1 2}", "1", 3),
     ("*{1_0}", "1", 3),
     ("*{²}", "²", 3),
     ("*{\N{ARABIC-INDIC DIGIT THREE}}", "\N{ARABIC-INDIC DIGIT THREE}", 3),
     ("{2}", "{", 1),
-    ("*({2}*)", "{", 3),
     ("*[{2}*]", "{", 3),
-    ("*|{2}", "{", 3),
     ("*/{2}", "{", 3),
-    ("M{2}{3}", "{", 5),
     ("M{2} {3}", "{", 6),
     ("*{10001}", "1", 3),
     ("*{1000000000}", "1", 3),
@@ -155,11 +145,8 @@ def parsed(text):
         return None, error
 
 
-def test_empty_text_is_refused():
+def test_error_messages():
     assert assert_raises_at("").column == 1
-
-
-def test_error_message_of_a_misplaced_terminal():
     assert str(assert_raises_at("[*E-]")) == (
         "pattern \"[*E-]\": 'E' must be last in its group (column 3). Write [*E]- or [*E].\n[*E-]\n  ^"
     )
@@ -413,19 +400,9 @@ def test_segment_error_points_at_the_first_cut():
     assert (caught.value.text, caught.value.column) == ("[*-]{2}|*|*", 8)
 
 
-def test_ties_go_to_the_early_stages():
+def test_ties_go_to_the_early_stages_and_the_head_counts_as_cost_of_the_last():
     assert Pattern.parse("*{7}").stages(3) == (range(3), range(3, 5), range(5, 7))
-
-
-def test_largest_stage_cost_is_minimised_before_evenness():
-    cost = {"M": 1, "*": 4, "G": 2, "S": 3}
-    stages = Pattern.parse("M*GGMS").stages(4, cost=cost.__getitem__)  # loads 1 4 4 4; 5 2 3 3 has smaller squares
-    assert stages == (range(1), range(1, 2), range(2, 4), range(4, 6))
-
-
-def test_head_counts_as_cost_of_last_stage():
-    stages = Pattern.parse("[*-]{10}").stages(3, head_cost=8)
-    assert [len(stage) for stage in stages] == [5, 4, 1]
+    assert [len(stage) for stage in Pattern.parse("[*-]{10}").stages(3, head_cost=8)] == [5, 4, 1]
 
 
 def test_too_many_stages_are_refused_with_both_numbers():

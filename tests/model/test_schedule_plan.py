@@ -15,7 +15,6 @@ from postlude.model.blocks import BLOCKS, MoE, MoEConfig
 from postlude.model.context import ForwardContext
 from postlude.model.schedule_plan import AsyncExchange, interleave
 from postlude.model.steps import LayerStep, exchange
-from postlude.ops.linear import DeferredWgrads, defer_wgrad, flush_wgrad, linear
 from postlude.trace.recorder import Recorder
 from tests.model.small import sequences, small_config
 
@@ -128,19 +127,6 @@ def test_deferred_weight_gradients_equal_immediate_ones(pattern: str, recompute:
     assert_alike(plain, planned, run_unplanned(plain, microbatches), run_deferred(planned, microbatches))
 
 
-@pytest.mark.parametrize("recompute", ["none", *(pytest.param(mode, marks=pytest.mark.thorough) for mode in AGAIN)])
-@pytest.mark.parametrize("processor_type", [Processor(), Processor(mtp_options=None)], ids=["declared", "undeclared"])
-def test_repeated_depth_has_one_gradient(processor_type: Processor, recompute: Any) -> None:
-    config = small_config("[*-]/[*-][*E]/[*-][*E]/[*-][*E]", mtp_repeated=True)
-    plain, interleaved = (LanguageModel(config, recompute=recompute) for _ in range(2))
-    assert_alike(
-        plain,
-        interleaved,
-        run_unplanned(plain, batch(3), processor_type),
-        run_planned(interleaved, batch(3), processor_type),
-    )
-
-
 def test_a_layer_that_is_used_twice_completes_once_after_both_uses() -> None:
     model = LanguageModel(small_config("[*-]/[*-][*-]/[*-][*-]", mtp_repeated=True))
     plan = model.build_schedule_plan(batch(2)[0], output_processor=processor, output_processor_context=0.1)
@@ -156,26 +142,29 @@ def test_a_layer_that_is_used_twice_completes_once_after_both_uses() -> None:
         assert all(map(torch.equal, finished, (parameter.grad for parameter in module.parameters())))
 
 
-@pytest.mark.parametrize("recompute", ["none", *(pytest.param(mode, marks=pytest.mark.thorough) for mode in AGAIN)])
+TRUNK = small_config("[*E]/[*E]/[*E]", tied_head=True)
+REPEATED = small_config("[*-]/[*-][*E]/[*-][*E]/[*-][*E]", mtp_repeated=True)
+
+
 @pytest.mark.parametrize(
-    "processor_type",
+    ("config", "processor_type", "recompute"),
     [
-        Processor(),
-        pytest.param(Processor(mtp_options=None), marks=pytest.mark.thorough),
-        Processor(MTPOptions(stop_trunk=True), stop_trunk=True),
-        pytest.param(Processor(stop_head=True), marks=pytest.mark.thorough),
+        (TRUNK, Processor(), "none"),
+        (TRUNK, Processor(MTPOptions(stop_trunk=True), stop_trunk=True), "none"),
+        (REPEATED, Processor(), "none"),
+        (REPEATED, Processor(mtp_options=None), "none"),
+        *(
+            pytest.param(config, Processor(stop_head=True), recompute, marks=pytest.mark.thorough)
+            for config in (TRUNK, REPEATED)
+            for recompute in ("selective", "full")
+        ),
     ],
-    ids=["declared", "undeclared", "stop_trunk", "stop_head"],
 )
-def test_planned_mtp_depths_equal_those_of_a_forward(processor_type: Processor, recompute: Any) -> None:
-    config = small_config("[*E]/[*E]/[*E]", tied_head=True)
+def test_planned_mtp_depths_equal_those_of_a_forward(config: Any, processor_type: Processor, recompute: Any) -> None:
     plain, interleaved = (LanguageModel(config, recompute=recompute) for _ in range(2))
-    assert_alike(
-        plain,
-        interleaved,
-        run_unplanned(plain, batch(2), processor_type),
-        run_planned(interleaved, batch(2), processor_type),
-    )
+    microbatches = batch(len(config.pattern.mtp))
+    results = run_unplanned(plain, microbatches, processor_type)
+    assert_alike(plain, interleaved, results, run_planned(interleaved, microbatches, processor_type))
 
 
 def exchanges(model: LanguageModel, processor: Any) -> list[str]:
@@ -371,32 +360,3 @@ def test_modules_complete_at_the_same_step_for_any_expert_load() -> None:
     expected = heard(WideMergeMoE)
     assert heard(RowlessMoE) == expected
     assert [kind for _, kind, _ in expected].count("done") == 4  # three layers and the stage
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_deferred_gradient_is_bit_identical(dtype: torch.dtype, bias: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def leaf(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
-
-    tensors = [leaf(13, 7), leaf(5, 7), *([leaf(5)] if bias else [])]
-    upstream = torch.randn(13, 5, generator=generator).to(dtype)
-    expected = torch.autograd.grad(linear(*tensors), tensors, upstream)
-    later: DeferredWgrads = []
-    with defer_wgrad(later):
-        product = linear(*tensors)
-    product.backward(upstream)
-    assert tensors[1].grad is None
-    assert len(later) == 1
-    flush_wgrad(later)
-    for tensor, gradient in zip(tensors, expected, strict=True):
-        assert torch.equal(tensor.grad, gradient)
-
-
-def test_frozen_weight_defers_no_gradient() -> None:
-    later: DeferredWgrads = []
-    with defer_wgrad(later):
-        linear(torch.ones(2, 3, requires_grad=True), torch.ones(4, 3)).sum().backward()
-    assert not later

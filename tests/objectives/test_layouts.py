@@ -99,11 +99,11 @@ def compare(group: dist.ProcessGroup, layout: str, kind: str, name: str) -> dict
 
 
 def objectives_in_layouts() -> list[Any]:
-    """Every objective in every layout. `make test` has each in two layouts, and sequence-level losses in cp=2."""
+    """Every objective in every layout. `make test` has each in one layout, and sequence-level losses in cp=2."""
     results = []
     for turn, layout in enumerate(LAYOUTS):
         for place, (kind, name) in enumerate(CASES):
-            quick = (turn - place) % 4 < 2 or (layout == "cp=2" and kind in ("preference", "reward", "kto", "orpo"))
+            quick = turn == place % 4 or (layout == "cp=2" and kind in ("preference", "reward", "kto", "orpo"))
             mark = pytest.mark.slow if quick else pytest.mark.thorough
             results.append(pytest.param(layout, kind, name, id=f"{layout}-{kind}-{name}", marks=mark))
     return results
@@ -112,17 +112,17 @@ def objectives_in_layouts() -> list[Any]:
 @pytest.mark.parametrize(("layout", "kind", "name"), objectives_in_layouts())
 def test_equals_the_plain_formula(ranks: Ranks, layout: str, kind: str, name: str) -> None:
     for off in ranks(2, compare, layout, kind, name):
-        assert max(off.values()) <= TOLERANCE, {
-            parameter_name: value for parameter_name, value in off.items() if value > TOLERANCE
-        }
+        assert_within(off)
 
 
-@pytest.mark.parametrize(("kind", "name"), CRITIC)
+def assert_within(off: dict[str, float]) -> None:
+    assert max(off.values()) <= TOLERANCE, {name: value for name, value in off.items() if value > TOLERANCE}
+
+
+@pytest.mark.parametrize(("kind", "name"), CRITIC[:1])
 def test_critic_with_dp_replicate_equals_the_plain_formula(ranks: Ranks, kind: str, name: str) -> None:
     for off in ranks(2, compare, "dp_replicate=2", kind, name):
-        assert max(off.values()) <= TOLERANCE, {
-            parameter_name: value for parameter_name, value in off.items() if value > TOLERANCE
-        }
+        assert_within(off)
 
 
 def values(group: dist.ProcessGroup, layout: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -154,9 +154,7 @@ def test_values_equal_the_plain_formula_in_input_order(ranks: Ranks, layout: str
 @pytest.mark.slow
 def test_combined_axes_equal_the_plain_formula(ranks: Ranks, layout: str, kind: str, name: str) -> None:
     for off in ranks(4, compare, layout, kind, name):
-        assert max(off.values()) <= TOLERANCE, {
-            parameter_name: value for parameter_name, value in off.items() if value > TOLERANCE
-        }
+        assert_within(off)
 
 
 def metrics(group: dist.ProcessGroup, layout: str, settings: dict[str, Any]) -> tuple[dict[str, float], Tensor]:

@@ -12,13 +12,13 @@ from torch import Tensor
 from postlude import LanguageModel, Layout, pack
 from postlude.data import Batch
 from postlude.engine import Engine
-from postlude.hf.builtin import BUILTIN
 from postlude.hf.read_model import model_from_hf
 from postlude.model.parallel import local_shard, region
 from postlude.objectives.summed import SUM, SUMMED_LOSSES
 from tests.conftest import Ranks
 from tests.equality import TOLERANCE
 from tests.meshes import mesh
+from tests.objectives.test_layouts import tiny
 
 LENGTHS = (9, 6, 1, 8, 11, 5)  # positions; a sequence has one more token
 K = 3
@@ -83,13 +83,6 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {  # the loss, its settings
     "gspo": ("gspo", {}, False),
     "gspo narrow": ("gspo", {"clip_low_threshold": 0.99, "clip_high_threshold": 1.01}, False),
 }
-
-
-def tiny() -> Any:
-    config = BUILTIN["tiny-dense"]()
-    config.initializer_range = 0.1
-    config.num_hidden_layers = 2
-    return config
 
 
 @functools.cache

@@ -264,7 +264,7 @@ TESTED_ELSEWHERE = {
     "trust_remote_code": REMOTE_CODE,
     "head.backend": "model/test_output.py::test_head_uses_the_configured_budget_and_backend",
     "head.memory_budget": "model/test_output.py::test_head_uses_the_configured_budget_and_backend",
-    "recompute": "verify/test_layouts.py::test_recompute_changes_no_result",
+    "recompute": "verify/test_layouts.py::test_options_change_no_result",
     "overlap": "engine/test_overlap.py::test_overlapped_steps_equal_plain_steps",
     "offload_activations": "model/test_activation_offload.py::test_every_layout_trains_as_without_offload",
     "gather_once": "engine/test_sharding.py::test_gradients_reduced_once_equal_those_reduced_per_microbatch",

@@ -21,16 +21,9 @@ from postlude.hf.read_model import read_model
 from postlude.model.blocks import BLOCKS, MoEConfig
 from postlude.verify.cases import Case
 from postlude.verify.choices import GRID
-from postlude.verify.compare import Report
 from tests.engine.training import config
-from tests.meshes import verify
+from tests.meshes import equal_to_one_rank, verify
 from tests.model.small import small_config
-
-
-def check(ranks: Any, case: Case) -> Report:
-    report = ranks(case.layout.world_size, verify, case)[0]
-    assert isinstance(report, Report)
-    return report
 
 
 def label(value: Any) -> str:
@@ -62,8 +55,7 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize("case", cases())
 @pytest.mark.slow
 def test_a_layout_equals_one_rank(ranks: Any, case: Case) -> None:
-    report = check(ranks, case)
-    assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
+    equal_to_one_rank(ranks, case)
 
 
 def hybrids() -> list[Any]:
@@ -83,9 +75,7 @@ def hybrids() -> list[Any]:
 def test_a_hybrid_of_all_blocks_equals_one_rank(ranks: Any, case: Case) -> None:
     kinds, expected = set(read_model("tiny-hybrid")[1].symbols), set(BLOCKS)
     assert kinds == expected
-    report = check(ranks, case)
-    assert any(name.startswith("mtp.0.") for name in report.gradients)
-    assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
+    assert any(name.startswith("mtp.0.") for name in equal_to_one_rank(ranks, case).gradients)
 
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
@@ -184,67 +174,40 @@ def odd_models() -> list[Any]:
 @pytest.mark.parametrize(("layout", "family"), odd_models())
 def test_odd_models_equal_one_rank(ranks: Any, layout: Layout, family: str) -> None:
     """Sizes that divide unevenly, fewer key heads than ranks, windows, and norms per head and over all heads."""
-    report = check(ranks, Case(VARIANTS[family], layout=layout, objective="gspo"))
-    assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
+    equal_to_one_rank(ranks, Case(VARIANTS[family], layout=layout, objective="gspo"))
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize(
-    "layout", [Layout(pp=2), pytest.param(Layout(pp=2, tp=2), marks=pytest.mark.thorough)], ids=label
-)
-def test_tied_and_untied_heads(ranks: Any, layout: Layout, tied: bool) -> None:
-    report = check(ranks, Case(config("tiny-dense", num_hidden_layers=2), layout=layout, objective="sft", tied=tied))
-    assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
-
-
-@pytest.mark.parametrize(
-    ("layout", "recompute"),
-    [
-        (Layout(dp_shard=2, ep=2), "selective"),
-        (Layout(pp=2, cp=2), "full"),
-        pytest.param(Layout(dp_shard=2, ep=2), "full", marks=pytest.mark.thorough),
-        pytest.param(Layout(pp=2, cp=2), "selective", marks=pytest.mark.thorough),
-    ],
-    ids=label,
-)
-@pytest.mark.slow
-def test_recompute_changes_no_result(ranks: Any, layout: Layout, recompute: Any) -> None:
-    report = check(
-        ranks, Case(config("tiny-moe", num_hidden_layers=2), layout=layout, objective="grpo", recompute=recompute)
-    )
-    assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
-
-
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [
-        ("tiny-moe", "dp_shard=2,ep=2"),
-        *(
-            pytest.param(model, layout, marks=pytest.mark.thorough)
-            for model in ("tiny-moe", "tiny-hybrid")
-            for layout in ("dp_replicate=2,dp_shard=2,ep=2", "cp=2,tp=2,ep=2", "tp=2,pp=2,cp=2,ep=2", "pp=2,vpp=2")
-        ),
-    ],
-)
-@pytest.mark.slow
-def test_overlapped_layouts_equal_one_rank(ranks: Any, model: str, layout: str) -> None:
-    report = check(ranks, Case(model, layout=Layout.parse(layout), overlap=True, initializer_range=0.1))
-    assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("model", "layout"), [("tiny-moe", "pp=4"), ("tiny-hybrid", "tp=2,pp=2,cp=2,ep=2")])
-def test_layouts_with_deferred_wgrads_equal_one_rank(ranks: Any, model: str, layout: str) -> None:
-    report = check(ranks, Case(model, layout=Layout.parse(layout), overlap="zero_bubble", initializer_range=0.1))
-    assert report.passes(), (report.loss, report.logprob, report.entropy, report.worst)
-
-
-@pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(cp=2), Layout(tp=2, ep=2)], ids=label)
-def test_auxiliary_losses_equal_one_rank_for_any_packing(ranks: Any, layout: Layout) -> None:
-    """Balance and z losses that dominate the router's gradient, in an MTP depth too."""
+def with_options() -> list[Any]:
+    """Tied and untied heads, recompute, overlapped and deferred passes, and router losses."""
+    dense, moe = config("tiny-dense", num_hidden_layers=2), config("tiny-moe", num_hidden_layers=2)
+    # Balance and z losses that dominate the router's gradient, in an MTP depth too.
     experts = MoEConfig(experts=6, top_k=2, intermediate_size=12, balance_coefficient=0.5, z_coefficient=0.1)
-    report = check(ranks, Case(small_config("[*E]{2}/[*E]", blocks={"E": experts}), layout=layout, objective="sft"))
-    assert report.passes(), (report.loss, report.worst)
+    auxiliary = small_config("[*E]{2}/[*E]", blocks={"E": experts})
+    often = [
+        *((dense, "pp=2", {"objective": "sft", "tied": tied}) for tied in (True, False)),
+        (moe, "dp_shard=2,ep=2", {"recompute": "selective"}),
+        (moe, "pp=2,cp=2", {"recompute": "full"}),
+        ("tiny-moe", "dp_shard=2,ep=2", {"overlap": True, "initializer_range": 0.1}),
+        *((auxiliary, layout, {"objective": "sft"}) for layout in ("dp_shard=2", "cp=2", "tp=2,ep=2")),
+    ]
+    thorough = [
+        *(("tiny-hybrid", layout, True) for layout in ("dp_replicate=2,dp_shard=2,ep=2", "tp=2,pp=2,cp=2,ep=2")),
+        ("tiny-moe", "pp=2,vpp=2", True),
+        ("tiny-moe", "pp=4", "zero_bubble"),
+        ("tiny-hybrid", "tp=2,pp=2,cp=2,ep=2", "zero_bubble"),
+    ]
+    return [
+        *(pytest.param(*case, marks=pytest.mark.slow, id=f"{case[1]}-{case[2]}") for case in often),
+        *(
+            pytest.param(model, layout, {"overlap": overlap, "initializer_range": 0.1}, marks=pytest.mark.thorough)
+            for model, layout, overlap in thorough
+        ),
+    ]
+
+
+@pytest.mark.parametrize(("source", "layout", "options"), with_options())
+def test_options_change_no_result(ranks: Any, source: Any, layout: str, options: dict[str, Any]) -> None:
+    equal_to_one_rank(ranks, Case(source, layout=Layout.parse(layout), **options))
 
 
 @pytest.mark.slow
