@@ -196,7 +196,7 @@ CASES += [Case(bias=True), Case(sequence_parallel=True, bias=True, mup=0.3), Cas
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_equals_the_full_head_on_one_rank(ranks: Ranks, size: int, case: Case) -> None:
     rows, (hidden, weight, bias) = FullTensors().exact(case)
     results = ranks(size, run, case)

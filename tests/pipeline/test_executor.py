@@ -98,17 +98,17 @@ def assert_same(outputs: list[tuple[list[Any], Gradients]], results: list[Any], 
         assert_equal(gradient, gradients[name], f"gradient of {name}")
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("count", [10, 6, 1], ids=lambda count: f"{count} sequences")
 @pytest.mark.parametrize(
-    ("pp", "vpp", "pattern"),
+    ("pp", "vpp", "pattern", "count", "tied"),
     [
-        (1, 1, "[*-]{4}"),
-        (2, 1, "[*-]{4}"),
-        (4, 1, "*-*E"),
-        (2, 2, "[*-][S-][*E]*"),
-        (2, 4, "[*-]{8}"),
-        (4, 2, "[*-]{8}"),
+        (1, 1, "[*-]{4}", 10, False),
+        (2, 1, "[*-]{4}", 10, True),
+        (2, 1, "[*-]{4}", 1, False),
+        (4, 1, "*-*E", 6, True),
+        (2, 2, "[*-][S-][*E]*", 10, False),
+        (2, 4, "[*-]{8}", 6, False),
+        (4, 2, "[*-]{8}", 10, True),
+        (4, 2, "[*-]{8}", 1, True),
     ],
 )
 @pytest.mark.slow
