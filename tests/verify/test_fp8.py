@@ -15,7 +15,7 @@ from postlude.lora import LoRA
 from postlude.options import LayerChoice, Overlap, Recompute
 from postlude.verify.cases import Case
 from postlude.verify.choices import TOLERANCES
-from tests.verify.test_layouts import check
+from tests.meshes import verify
 
 RUNS: tuple[tuple[str, str, str, Recompute, Overlap, LoRA | None, LayerChoice], ...] = (
     ("tiny-moe", "tp=2", "grpo", "none", False, None, True),
@@ -53,5 +53,5 @@ def test_a_layout_equals_one_rank(
         lora=lora,
         fp8=fp8,
     )
-    report = check(ranks, case)
+    report = ranks(case.layout.world_size, verify, case)[0]
     assert report.passes(TOLERANCES["float32"]), (report.loss, report.logprob, report.entropy, report.worst)
