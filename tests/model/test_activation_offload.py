@@ -84,23 +84,17 @@ def same_bits(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_parameters_shared_tables_and_what_runs_last_stay() -> None:
-    config = small_config("[*-][S-]*/*", hidden_size=24)
-    model = LanguageModel(config, offload_activations=True)
+def test_parameters_and_what_runs_last_stay() -> None:
+    model = LanguageModel(small_config("[*-][S-]*/*", hidden_size=24), offload_activations=True)
     chosen = {layer.name for layer in model.logical_layers if layer.offload is not None}
     assert chosen == {"layers.0", "layers.1"}  # not the last layer of the trunk and its depth
-    offload = offload_of(model)
-    loss = model(small_microbatch(30, 20), targets=True).sum()
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept = storages(offload)
-    stayed = {saved.storage.data_ptr() for saved in kept if saved.storage is not None and not saved.pieces}
-    assert stayed & parameters
-    sizes = sorted(saved.size for saved in kept if saved.pieces)
-    assert len(sizes) == len({id(saved) for saved in kept if saved.pieces})
-    saved_by_two = [
-        saved for saved in kept if saved.pieces and saved.storage is not None and saved.storage.data_ptr() in parameters
-    ]
-    assert not saved_by_two
+    loss = model(small_microbatch(12, 8), targets=True).sum()  # so short that parameters are as large as activations
+    kept = storages(offload_of(model))
+    on_device = {saved.storage.data_ptr(): saved for saved in kept if saved.storage is not None}
+    assert len(on_device.keys() & parameters) > 4
+    assert not any(on_device[address].pieces for address in on_device.keys() & parameters)
+    assert any(saved.storage is None for saved in kept)
     loss.backward()
 
 
@@ -210,14 +204,16 @@ def train(group: Any, layout: str, model: str, options: dict[str, Any]) -> dict[
     ids=str,
 )
 def test_every_layout_trains_as_without_offload(ranks: Any, layout: str, model: str, options: dict[str, Any]) -> None:
+    pages = 0  # of all ranks: the last of a pipeline may have none
     for results in ranks(Layout.parse(layout).world_size, train, layout, model, options):
-        (expected_losses, expected, _), (losses, state, pages) = results[False], results[True]
+        (expected_losses, expected, _), (losses, state, own_pages) = results[False], results[True]
+        pages += own_pages
         assert losses == expected_losses
         assert state.keys() == expected.keys()
         for name, tensor in state.items():
             assert (tensor is None) == (expected[name] is None), name
             assert tensor is None or torch.equal(tensor, expected[name]), name
-        assert pages
+    assert pages
 
 
 def step_on_gpu(
