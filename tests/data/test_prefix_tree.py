@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from postlude.data.bins import plan_bins
-from postlude.data.prefix_tree import PrefixOrder, SegmentTree, find_shared_prefixes
+from postlude.data.bins import find_shared_prefixes, plan_bins
+from postlude.data.prefix_tree import PrefixOrder, SegmentTree
 from postlude.ops.row_gather import RowGather
 from tests.equality import assert_equal
 

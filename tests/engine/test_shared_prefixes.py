@@ -9,18 +9,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from postlude import Batch, Engine, Layout, Loss, ModelConfig, OutputInputs
-from postlude.data.prefix_tree import SharePrefixes
+from postlude import Batch, Engine, LanguageModel, Layout, Loss, ModelConfig, OutputInputs
+from postlude.data import plan_bins, scatter_add, shard_context
+from postlude.data.bins import BinPlan, find_shared_prefixes
+from postlude.data.packing import build_microbatches, read_content
 from postlude.engine.batch_sharding import shard_batch
 from postlude.lora import LoRA
 from postlude.model.blocks import AttentionConfig, MoEConfig, SlidingAttentionConfig
+from postlude.options import SharePrefixes
 from postlude.verify.cases import Case, batches
+from postlude.world.mesh import Axis
 from tests.engine.test_batch_sharding import part
 from tests.equality import assert_equal
 from tests.meshes import mesh, verify
-from tests.model.small import small_config
+from tests.model.small import VOCABULARY, small_config
 
 HEADS = {"heads": 4, "kv_heads": 2, "head_dim": 6}
 BALANCED = MoEConfig(
@@ -48,7 +54,7 @@ HYBRID = small_config("[M-][GE][*-]M", blocks={"E": BALANCED})
         ("", SEQUENCE_BALANCE, "gspo", {"recompute": "full"}),
         ("", HYBRID, "dpo", {"recompute": "selective"}),
         ("", UNBIASED, "grpo", {"lora": LoRA(rank=2)}),
-        ("", ATTENTION, "grpo", {"compute_dtype": torch.bfloat16}),
+        ("", HYBRID, "grpo", {"compute_dtype": torch.bfloat16}),
         ("cp=2", SEQUENCE_BALANCE, "grpo", {}),
         ("cp=2", HYBRID, "dpo", {}),
         ("pp=2,tp=2,ep=2", SEQUENCE_BALANCE, "gspo", {}),
@@ -114,6 +120,70 @@ def compare_sharing(group: dist.ProcessGroup, config: ModelConfig, layout: str, 
 @pytest.mark.slow
 def test_sharing_changes_no_result(ranks: Any, layout: str, config: ModelConfig, sharded: bool) -> None:
     ranks(2, compare_sharing, config, layout, sharded)
+
+
+# --- any tree, in one process
+
+EVERY_BLOCK = small_config("[*-][SE][+-][M-][GE]/[*E]", blocks={**ATTENTION.blocks, "E": BALANCED})
+COLUMNS = ("advantages", "returns", "response_mask")
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> list[Tensor]:
+    """Sequences along the branches of random trees, some of which end where others go on, or twice."""
+    beginnings: list[list[int]] = [[]]
+    for _ in range(draw(st.integers(2, 9))):
+        start = draw(st.sampled_from(beginnings[-4:]))  # so that trees become deep
+        beginnings.append([*start, *draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=4))])
+    chosen = draw(st.lists(st.sampled_from(beginnings[1:]), min_size=1, max_size=4))
+    return [torch.tensor(tokens) for tokens in [*chosen, beginnings[-1], beginnings[-2]]]
+
+
+def results(model: LanguageModel, sequences: list[Tensor], share: SharePrefixes) -> dict[str, Tensor]:
+    """Returns log-probs, entropies, values and gradients of a batch in one process."""
+    lengths = list(map(len, sequences))
+    prefixes = find_shared_prefixes(sequences, lengths, share)
+    plan = BinPlan(lengths, plan_bins(lengths, 40, prefixes=prefixes), prefixes)
+    generator = torch.Generator().manual_seed(len(sequences))
+    columns = {name: [torch.randn(length, generator=generator) for length in lengths] for name in COLUMNS}
+    indices = range(len(plan.bins))
+    members = plan.members(indices)
+    content = read_content(sequences, columns, members, members, lengths)
+    stats: dict[str, Tensor] = {
+        name: torch.zeros(sum(lengths), dtype=torch.float64) for name in ("logprob", "entropy", "value")
+    }
+    model.zero_grad()
+
+    def processor(inputs: OutputInputs, context: None) -> Tensor:
+        loss, microbatch = torch.zeros(()), inputs.microbatch
+        for depth in (inputs, *inputs.depths()):
+            scores = depth.head.logprobs(depth.hidden, depth.microbatch.targets, entropy=True)
+            values = depth.head.values(depth.hidden)
+            tokens = scores.logprob * depth.microbatch.column("advantages") + 0.1 * scores.entropy
+            tokens = tokens + (values - depth.microbatch.column("returns")).square()
+            loss = loss + (tokens * depth.microbatch.column("response_mask")).sum()
+            loss = loss + depth.microbatch.sequence_sum(scores.logprob).square().sum()
+        for name, value in zip(stats, (scores.logprob, scores.entropy, values), strict=True):
+            scatter_add(microbatch, value.detach().double(), stats[name], shifted=False)
+        return loss
+
+    for packed in build_microbatches(plan, indices, content, depths=1):
+        microbatch = shard_context(packed, Axis())
+        assert (microbatch.trunk is None) == (plan.tree(microbatch.index) is None)
+        model(microbatch, output_processor=processor).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return stats | {name: torch.zeros(1) if grad is None else grad.clone() for name, grad in gradients.items()}
+
+
+@settings(max_examples=25)
+@given(forests())
+def test_any_tree_equals_its_sequences_alone(sequences: list[Tensor]) -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(EVERY_BLOCK, value_head=True, dtype=torch.float64)
+    torch.nn.init.normal_(model.value_head.weight)
+    expected = results(model, sequences, "off")
+    for name, actual in results(model, sequences, "always").items():
+        assert_equal(actual, expected[name], name)
 
 
 def computed_tokens(group: dist.ProcessGroup) -> tuple[int, list[int], list[int]]:

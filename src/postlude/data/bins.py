@@ -8,13 +8,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
+from typing import Any
+
+import numpy as np
 
 from postlude.data.prefix_tree import PrefixOrder, SegmentTree
+from postlude.options import SharePrefixes
 
 # The length at which causal attention costs as much as the linear layers. Per token, a decoder layer of width h spends
 # 24·h² FLOPs in its linear layers and 2·h·length in attention: they are equal at length 12·h, here with h = 4096.
 # Only the balance of the bins depends on it, never their number.
 ATTENTION_PARITY_LENGTH = 12 * 4096
+MIN_SHARED_TOKENS = 64  # a shorter common beginning costs more tables than it saves
+MIN_SAVED_SHARE = 0.1  # of the batch's cost: below it, tables and copies of hidden states cost about what is saved
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,22 @@ class BinPlan:
     def members(self, bin_indices: Sequence[int]) -> list[int]:
         """Returns the indices of the sequences of these bins, in order."""
         return [member for index in bin_indices for member in self.bins[index]]
+
+
+def find_shared_prefixes(
+    sequences: Sequence[Any], lengths: Sequence[int], share: SharePrefixes, routing: Any = None
+) -> PrefixOrder | None:
+    """Returns the order of a batch whose shared tokens are computed once, or None where no sharing pays."""
+    if share == "off" or len(sequences) < 2:
+        return None
+    minimum = MIN_SHARED_TOKENS if share == "auto" else 1
+    if sum(length >= minimum for length in lengths) < 2:
+        return None
+    if routing is not None and not _is_complete(routing, lengths):
+        return None  # reading the batch refuses it in a sentence
+    order = PrefixOrder.of(sequences, routing, minimum=minimum)
+    least = MIN_SAVED_SHARE * sum(map(_cost, lengths)) if share == "auto" else 0
+    return order if order.shares and sum(map(_cost, order.common)) >= least else None
 
 
 def plan_sharded_bins(
@@ -220,6 +242,13 @@ def balance_bins(bins: list[list[int]], sizes: Sequence[int], costs: Sequence[in
 
     balanced = _cheapest_fit(_longest_first(sizes), sizes, costs, budget, len(bins))
     return bins if balanced is None else min(bins, balanced, key=highest_first)
+
+
+def _is_complete(routing: Any, lengths: Sequence[int]) -> bool:
+    """Whether there are experts for every token, equally many."""
+    shapes = [tuple(np.shape(experts)) for experts in routing]
+    complete = all(len(shape) == 3 and shape[0] >= length for shape, length in zip(shapes, lengths, strict=False))
+    return complete and len(shapes) == len(lengths) and len({shape[1:] for shape in shapes}) == 1
 
 
 def _cost(length: int) -> int:

@@ -16,11 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from postlude.options import SharePrefixes
-
-MIN_SHARED_TOKENS = 64  # a shorter common beginning costs more tables and copies than it saves
-MIN_SAVED_SHARE = 0.1  # of all tokens: below it, copying keys costs about what is saved
-
 
 @dataclass(frozen=True)
 class PrefixOrder:
@@ -60,14 +55,20 @@ class PrefixOrder:
 
     def among(self, members: Sequence[int]) -> PrefixOrder:
         """Returns the order of some of the sequences."""
-        wanted, order, common, shared = set(members), [], [], 0
-        for index, tokens in zip(self.order, self.common, strict=True):
-            shared = min(shared, tokens)
-            if index in wanted:
-                order.append(index)
-                common.append(shared)
-                shared = 2**62
-        return PrefixOrder(tuple(order), tuple(common))
+        if not members:
+            return PrefixOrder((), ())
+        places = np.sort([self._places[member] for member in members])
+        # Members share the least that two neighbours between them share.
+        common = np.minimum.reduceat(self._common[: places[-1] + 1], places[:-1] + 1) if len(places) > 1 else ()
+        return PrefixOrder(tuple(self.order[place] for place in places), (0, *map(int, common)))
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {index: place for place, index in enumerate(self.order)}
+
+    @cached_property
+    def _common(self) -> NDArray[np.int64]:
+        return np.array(self.common, dtype=np.int64)
 
     def renumbered(self, members: Sequence[int]) -> PrefixOrder:
         """Returns the order of some of the sequences, each by its index in `members`."""
@@ -82,20 +83,6 @@ class PrefixOrder:
     def shares(self) -> bool:
         """Whether any token is shared."""
         return any(self.common)
-
-
-def find_shared_prefixes(
-    sequences: Sequence[Any], lengths: Sequence[int], share: SharePrefixes, routing: Any = None
-) -> PrefixOrder | None:
-    """Returns the order of a batch whose shared tokens are computed once, or None where no sharing pays."""
-    if share == "off" or len(sequences) < 2:
-        return None
-    minimum = MIN_SHARED_TOKENS if share == "auto" else 1
-    if sum(length >= minimum for length in lengths) < 2:
-        return None
-    order = PrefixOrder.of(sequences, routing, minimum=minimum)
-    least = MIN_SAVED_SHARE * sum(lengths) if share == "auto" else 0
-    return order if order.shares and sum(order.common) >= least else None
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from postlude.data import Batch, Microbatch, scatter_add, shard_context
 from postlude.data.batch import BatchSharding
-from postlude.data.bins import BinPlan, plan_bins, plan_sharded_bins
+from postlude.data.bins import BinPlan, find_shared_prefixes, plan_bins, plan_sharded_bins
 from postlude.data.microbatch import ROUTING
 from postlude.data.packing import BatchContent, build_microbatches, has_no_dtype, read_content, sequence_lengths
-from postlude.data.prefix_tree import PrefixOrder, find_shared_prefixes
+from postlude.data.prefix_tree import PrefixOrder
 from postlude.engine.consistency import ConsistencyCheck, cpu_if_gloo
 from postlude.engine.normalizer import count_name
 from postlude.engine.options import EngineOptions

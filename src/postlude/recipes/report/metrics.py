@@ -13,7 +13,7 @@ from pathlib import Path
 
 REWARD, LOSS, LENGTH = "reward_mean", "loss", "length_mean"
 SKIPPED, MEMORY, SPEED = "skipped_steps", "gpu_memory_gib", "tokens_per_second"
-SHARED = "shared_tokens"
+TOKENS, SHARED = "tokens", "shared_tokens"
 DRAFTS = "draft_acceptance"
 REWARD_KL = "reward_kl"
 WORKERS_LOST = "workers/lost"

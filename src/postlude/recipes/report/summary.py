@@ -23,8 +23,10 @@ from postlude.recipes.report.metrics import (
     REWARD,
     REWARDS,
     SCORES,
+    SHARED,
     SKIPPED,
     TIME,
+    TOKENS,
     title,
 )
 from postlude.recipes.run.directory import read_metrics, read_record
@@ -74,6 +76,10 @@ class RunSummary:
     """Completions whose reward call failed."""
     skipped: int
     """Skipped optimizer steps."""
+    tokens: int
+    """Tokens that were trained on."""
+    shared_tokens: int
+    """Those of them that were not computed, since another sequence begins with them."""
     not_finite: int
     """Numbers in the metrics that are not finite."""
     seconds: Mapping[str, float]
@@ -139,6 +145,10 @@ def read_summary(run: Path, lines: Sequence[Mapping[str, Any]] | None = None) ->
         for line in lines
         if isinstance(line.get(REWARDS), list)
     ]
+
+    def total(name: str) -> int:
+        return round(sum(_number(line.get(name)) for line in lines))
+
     times: dict[str, float] = {}
     for line in lines:
         for key, value in line.items():
@@ -151,7 +161,9 @@ def read_summary(run: Path, lines: Sequence[Mapping[str, Any]] | None = None) ->
         changes=_changes(lines),
         completions=sum(count for count, _ in completions),
         failures=sum(round(count * failed) for count, failed in completions),
-        skipped=round(sum(_number(line.get(SKIPPED)) for line in lines)),
+        skipped=total(SKIPPED),
+        tokens=total(TOKENS),
+        shared_tokens=total(SHARED),
         not_finite=sum(_count_not_finite(value) for line in lines for value in line.values()),
         seconds=times,
         exported_step=read_record(run).get("exported_step"),
@@ -209,6 +221,9 @@ def summary_lines(summary: RunSummary) -> list[SummaryLine]:
                 warn=summary.skipped > 0,
             )
         )
+    if summary.shared_tokens:
+        note = f"{format_share(summary.shared_tokens, summary.tokens)} of {summary.tokens:,} tokens, computed once"
+        lines.append(SummaryLine("Shared tokens", f"{summary.shared_tokens:,}", note))
     if summary.not_finite:
         lines.append(SummaryLine("Not finite", f"{summary.not_finite:,}", "numbers in the metrics", warn=True))
     total = sum(summary.seconds.values())
