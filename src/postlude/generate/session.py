@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from postlude.generate.completion_state import CompletionState, PromptState
@@ -35,7 +35,15 @@ class SessionTask:
     """Called instead if the adapter cannot be used any more."""
 
 
-Waiting = TypeVar("Waiting", CompletionState, SessionTask)
+class HasClient(Protocol):
+    """What clients wait for in turns."""
+
+    @property
+    def client(self) -> tuple[str, ...]:
+        """Who asked for it, as `Request.client`."""
+
+
+Waiting = TypeVar("Waiting", bound=HasClient)
 
 
 @dataclass
@@ -123,20 +131,17 @@ class Session:
         self._queue(task.adapter).tasks.append(task)
 
     def step(self) -> list[FinishedCompletion]:
-        """Samples a token of every running completion. Returns those that finished or failed."""
+        """Samples a token of every running completion. Returns those that finished.
+
+        If one fails, the request has that one result with its error, and the other completions of it end.
+        """
         if self._turn is not None and self._turn_is_over(self._turn):
             self._end_turn()
         while self._turn is None and self._queues:
             self._begin_turn()
         if self._turn is not None and self._has_adapter(self._turn.adapter):
             self._step(self._turn)
-        finished = [
-            (request_id, index)
-            for request_id, group in self._active.items()
-            for index, completion in group.items()
-            if completion.done
-        ]
-        return [self._finish(*key) for key in finished]
+        return [result for request_id in list(self._active) for result in self._take_finished(request_id)]
 
     def unfinished(self, request_id: int) -> dict[int, CompletionState]:
         """Returns the unfinished completions of a request by index, with their tokens so far."""
@@ -183,19 +188,18 @@ class Session:
         queue = self._queues[adapter]
         self._last_turns |= dict.fromkeys(queue.clients(), next(self._turns))
         if self._has_adapter(adapter):
-            completions, queue.completions = queue.completions, []
-            self._turn = _Turn(adapter, began, [completion for completion in completions if completion.tokens])
-            if completions:
-                with self.generator.generation_mode(adapter):
-                    self._scheduler = self.generator.session_scheduler(completions)
-                self._unordered = True
+            self._turn = _Turn(adapter, began, [completion for completion in queue.completions if completion.tokens])
 
     def _step(self, turn: _Turn) -> None:
-        queue, scheduler = self._queue(turn.adapter), self._scheduler
+        queue = self._queue(turn.adapter)
         with self.generator.generation_mode(turn.adapter):
             if queue.tasks:
-                queue.tasks = deque(_in_turns(list(queue.tasks), 0))
+                queue.tasks = deque(in_turns(list(queue.tasks)))
                 queue.tasks.popleft().run()
+            if self._scheduler is None and queue.completions:
+                completions, queue.completions = queue.completions, []
+                self._scheduler, self._unordered = self.generator.session_scheduler(completions), True
+            scheduler = self._scheduler
             if scheduler is not None:
                 if self._unordered:
                     scheduler.waiting, self._unordered = take_turns(scheduler.waiting), False
@@ -253,15 +257,20 @@ class Session:
 
     # --- results
 
-    def _finish(self, request_id: int, index: int) -> FinishedCompletion:
+    def _take_finished(self, request_id: int) -> list[FinishedCompletion]:
         group = self._active[request_id]
-        completion = group.pop(index)
+        finished = {index: group.pop(index) for index, completion in list(group.items()) if completion.done}
+        for index, completion in finished.items():
+            if completion.error is not None:
+                self.abort(request_id)
+                return [FinishedCompletion(request_id, index, None, completion.error)]
+            self._record_version(completion)
         if not group:
             del self._active[request_id]
-        if completion.error is not None:
-            return FinishedCompletion(request_id, index, None, completion.error)
-        self._record_version(completion)
-        return FinishedCompletion(request_id, index, self.generator.to_completion(completion))
+        return [
+            FinishedCompletion(request_id, index, self.generator.to_completion(completion))
+            for index, completion in finished.items()
+        ]
 
     def _record_version(self, completion: CompletionState) -> None:
         if self.version is not None:
@@ -272,16 +281,16 @@ def take_turns(waiting: Iterable[CompletionState]) -> deque[CompletionState]:
     """Returns completions with their clients in turns. Those that have begun, and were preempted, stay first."""
     completions = list(waiting)
     begun = [completion for completion in completions if completion.tokens]
-    return deque([*begun, *_in_turns([completion for completion in completions if not completion.tokens], 0)])
+    return deque([*begun, *in_turns([completion for completion in completions if not completion.tokens])])
 
 
-def _in_turns(waiting: Sequence[Waiting], level: int) -> Sequence[Waiting]:
-    """Returns completions or tasks in turns of those with different names of the client from this level on."""
+def in_turns(waiting: Sequence[Waiting], level: int = 0) -> Sequence[Waiting]:
+    """Returns items in turns of those with different names of the client from this level on."""
     by_name: dict[tuple[str, ...], list[Waiting]] = {}
     for item in waiting:
         by_name.setdefault(item.client[level : level + 1], []).append(item)
     if list(by_name) in ([], [()]):
         return waiting
-    ordered = (_in_turns(group, level + 1) if name else group for name, group in by_name.items())
+    ordered = (in_turns(group, level + 1) if name else group for name, group in by_name.items())
     turns = itertools.chain.from_iterable(itertools.zip_longest(*ordered))
     return [item for item in turns if item is not None]

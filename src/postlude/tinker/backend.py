@@ -140,6 +140,8 @@ class SampleRequest:
     topk_sample_logprobs: int = 0
     target_prompt_tokens: NDArray[np.int64] | None = None
     """[len(prompt) - 1, K]: row i has the tokens whose log-prob is wanted at position i + 1; -1 asks for nothing."""
+    client: tuple[str, ...] = ()
+    """Who asks: the key and the session. Requests that wait are begun with keys in turns, and sessions of a key."""
 
 
 @dataclass(frozen=True)

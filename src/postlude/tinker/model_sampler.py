@@ -95,7 +95,7 @@ class ModelSampler:
         assert self._sampler is not None
         calls = list(itertools.takewhile(lambda call: call.weights.model == name, self._waiting))
         del self._waiting[: len(calls)]
-        self._errors |= self._sampler.add(calls)
+        self._sampler.add(calls)
 
     def _fail_waiting(self, name: str | None, error: Exception) -> None:
         self._errors |= {call.call_id: error for call in self._waiting if call.weights.model == name}

@@ -32,7 +32,7 @@ class PromptScores:
 
 def score_prompts(model: LanguageModel, requests: Sequence[SampleRequest], budget: int) -> list[PromptScores]:
     """Returns the scores of each request's prompt. Prompts that have something to score run as one batch."""
-    with_scores = [index for index, request in enumerate(requests) if _asks(request)]
+    with_scores = [index for index, request in enumerate(requests) if has_prompt_scores(request)]
     scores = [PromptScores()] * len(requests)
     with_targets = [index for index in with_scores if requests[index].target_prompt_tokens is not None]
     for group in ([index for index in with_scores if index not in with_targets], *([index] for index in with_targets)):
@@ -76,7 +76,8 @@ def check_prompt_scores(request: SampleRequest, vocab_size: int) -> None:
         raise ValueError(f"target_prompt_logprobs has token {worst}, but the vocabulary is 0 to {vocab_size - 1}.")
 
 
-def _asks(request: SampleRequest) -> bool:
+def has_prompt_scores(request: SampleRequest) -> bool:
+    """Returns whether a request asks for scores of its prompt."""
     return request.prompt_logprobs or request.topk_prompt_logprobs > 0 or request.target_prompt_tokens is not None
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from postlude.serving.http.errors import HTTPError
 from postlude.tinker.backend import ModelLost, SampleProgress, SampleRequest, SampleResult, TinkerBackend
@@ -115,6 +115,7 @@ class Samplers:
         sampler.running += 1
         try:
             await self.open(sampler)
+            request = replace(request, client=(sampler.owner, sampler.session_id))
             return await self._backend.sample(sampler.record.sampler_id, request, progress)
         finally:
             sampler.running -= 1

@@ -115,7 +115,7 @@ class RankWorker:
         if calls:
             local_calls = [call for call in calls if call.rank == self.index]
             self.model_sampler.add([call for call in local_calls if call.weights.model is not None])
-            finished |= self.sampler.add([call for call in local_calls if call.weights.model is None])
+            self.sampler.add([call for call in local_calls if call.weights.model is None])
         end = time.monotonic() + seconds
         while True:
             busy = False
