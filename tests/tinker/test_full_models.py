@@ -19,7 +19,15 @@ from postlude.hf.load import load_tokenizer
 from postlude.tinker.backend import ModelLost, PassRequest, SampleRequest
 from postlude.tinker.datums import read_pass
 from postlude.tinker.memory import check_memory
-from postlude.tinker.messages import Call, Cancel
+from postlude.tinker.messages import (
+    Call,
+    Cancel,
+    CloseSampler,
+    CreateModel,
+    OpenSampler,
+    SaveForSampler,
+    SnapshotSampler,
+)
 from postlude.tinker.rank_models import RankModels
 from postlude.tinker.settings import WorkerSettings
 from tests.conftest import Ranks
@@ -167,10 +175,10 @@ def sample_in_turn(group: dist.ProcessGroup) -> dict[str, Any]:
     )
 
     def script(replies: Replies) -> Iterator[list[Call | Cancel]]:
-        yield [call("create_model", model_id="full", spec=SPECS["full"])]
-        yield [call("open_sampler", sampler_id="base", directory=None)]
+        yield [call(CreateModel, model_id="full", spec=SPECS["full"])]
+        yield [call(OpenSampler, sampler_id="base", directory=None)]
         for step in range(2):
-            yield [call("snapshot_sampler", model_id="full", sampler_id=f"step {step}"), *call.step("full", step)]
+            yield [call(SnapshotSampler, model_id="full", sampler_id=f"step {step}"), *call.step("full", step)]
         names = ("step 0", "base", "step 1", "step 0", "step 1")
         alone = []
         for name in names:
@@ -183,9 +191,9 @@ def sample_in_turn(group: dist.ProcessGroup) -> dict[str, Any]:
             for calls in (alone, together)
         )
         running = call.sample("step 0", request, streamed=True)
-        yield [running, call("close_sampler", sampler_id="step 0"), call.sample("step 1", request)]
+        yield [running, call(CloseSampler, sampler_id="step 0"), call.sample("step 1", request)]
         results["closed"] = replies[running.call_id]
-        yield [call("save_for_sampler", model_id="full", directory=Path("/proc/nothing"))]
+        yield [call(SaveForSampler, model_id="full", directory=Path("/proc/nothing"))]
         results["unwritable"] = list(replies.values())[-1]
         results["errors"] = [reply for reply in replies.values() if isinstance(reply, str)]
 

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from postlude.tinker import worker_process
-from postlude.tinker.backend import ModelLost, PassRequest
+from postlude.tinker.backend import AdamParams, ModelLost, PassRequest
 from postlude.tinker.engine_backend import EngineBackend
-from postlude.tinker.messages import RAN, RESULT, Call, Cancel, StagePass, UnstagePass
+from postlude.tinker.messages import RAN, RESULT, Call, Cancel, ForwardBackward, OptimStep, StagePass, UnstagePass
 from postlude.tinker.rank_connection import RankConnection, StagedPasses
 
 from .test_worker import SPECS, data
@@ -43,7 +43,7 @@ def test_calls_keep_order_and_earlier_passes_are_staged(connection_pair: tuple[C
             raise ValueError("the loss is unknown.")
         return request.loss_fn
 
-    staged, first, second = StagedPasses(read), Call(3, "run_staged", {}), Call(4, "run_staged", {})
+    staged, first, second = StagedPasses(read), Call(3, ForwardBackward("m", 0)), Call(4, ForwardBackward("m", 1))
     connection_pair[1].send(
         [StagePass(0, PASS), StagePass(1, replace(PASS, loss_fn="unknown")), StagePass(2, PASS), first]
     )
@@ -75,9 +75,9 @@ def test_calls_keep_order_and_earlier_passes_are_staged(connection_pair: tuple[C
 
 def test_call_stream_ends_when_http_process_exits(connection_pair: tuple[Connection, Connection]) -> None:
     with RankConnection(connection_pair[0], StagedPasses(Any)) as connection:
-        connection_pair[1].send([Call(1, "optim_step", {})])
+        connection_pair[1].send([Call(1, OptimStep("m", AdamParams()))])
         connection_pair[1].close()
-        assert connection.recv() == Call(1, "optim_step", {})
+        assert connection.recv() == Call(1, OptimStep("m", AdamParams()))
         assert connection.recv() is None
         connection.send((RESULT, 1, {}))
 

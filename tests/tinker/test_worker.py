@@ -26,7 +26,24 @@ from postlude.tinker.backend import (
     SampleRequest,
     SampleResult,
 )
-from postlude.tinker.messages import ERROR, PROGRESS, RAN, Call, Cancel
+from postlude.tinker.messages import (
+    ERROR,
+    PROGRESS,
+    RAN,
+    Call,
+    Cancel,
+    CloseSampler,
+    CreateModel,
+    ForwardBackward,
+    LoadState,
+    OpenSampler,
+    OptimStep,
+    RemoveModel,
+    Sample,
+    SaveForSampler,
+    SaveState,
+    SnapshotSampler,
+)
 from postlude.tinker.rank_models import to_lora
 from postlude.tinker.rank_sampler import SampleEvents, SamplerWeights
 from postlude.tinker.settings import WorkerSettings, parse_model
@@ -85,21 +102,21 @@ class Calls:
     def __init__(self) -> None:
         self.count = 0
 
-    def __call__(self, method: str, **arguments: Any) -> Call:
+    def __call__(self, command: Callable[..., Any], **arguments: Any) -> Call:
         self.count += 1
-        return Call(self.count, method, arguments)
+        return Call(self.count, command(**arguments))
 
     def step(self, model_id: str, seed: int) -> list[Call]:
         """Two passes, which add up, and an optimizer step."""
         passes = [self.forward_backward(model_id, seed), self.forward_backward(model_id, seed + 100)]
-        return [*passes, self("optim_step", model_id=model_id, adam=ADAM)]
+        return [*passes, self(OptimStep, model_id=model_id, adam=ADAM)]
 
     def forward_backward(self, model_id: str, seed: int, **changes: Any) -> Call:
         request = PassRequest(data(seed), "cross_entropy", {}, forward_only=False)
-        return self("forward_backward", model_id=model_id, request=replace(request, **changes))
+        return self(ForwardBackward, model_id=model_id, request=replace(request, **changes))
 
     def sample(self, sampler_id: str, request: SampleRequest, streamed: bool = False) -> Call:
-        return self("sample", sampler_id=sampler_id, request=request, streamed=streamed)
+        return self(Sample, sampler_id=sampler_id, request=request, streamed=streamed)
 
 
 def data(seed: int) -> list[Datum]:
@@ -138,8 +155,8 @@ def train(group: dist.ProcessGroup, layout: str, models: tuple[str, ...], distur
     call = Calls()
 
     def script(replies: Replies) -> Iterator[list[Call | Cancel]]:
-        yield [call("create_model", model_id=name, spec=SPECS[name]) for name in models]
-        yield [call("open_sampler", sampler_id="base", directory=None)]
+        yield [call(CreateModel, model_id=name, spec=SPECS[name]) for name in models]
+        yield [call(OpenSampler, sampler_id="base", directory=None)]
         for step in range(3):
             for name in models:
                 first, second, update = call.step(name, step)
@@ -152,7 +169,7 @@ def train(group: dist.ProcessGroup, layout: str, models: tuple[str, ...], distur
                         call.sample(
                             "base", SampleRequest(np.arange(5, dtype=np.int32), SamplingParams(max_new_tokens=3))
                         ),
-                        call("snapshot_sampler", model_id=name, sampler_id=f"{name}-{step}"),
+                        call(SnapshotSampler, model_id=name, sampler_id=f"{name}-{step}"),
                     ]
                 yield [second]
                 yield [update]
@@ -189,24 +206,24 @@ def run_all_calls(group: dist.ProcessGroup, layout: str, directory: Path, name: 
     results: dict[str, Any] = {}
 
     def script(replies: Replies) -> Iterator[list[Call | Cancel]]:
-        yield [call("create_model", model_id=name, spec=SPECS[name])]
-        yield [call("open_sampler", sampler_id="base", directory=None)]
+        yield [call(CreateModel, model_id=name, spec=SPECS[name])]
+        yield [call(OpenSampler, sampler_id="base", directory=None)]
         yield call.step(name, 1)
-        yield [call("snapshot_sampler", model_id=name, sampler_id="first")]
+        yield [call(SnapshotSampler, model_id=name, sampler_id="first")]
         (directory / "state").mkdir(exist_ok=True), (directory / "sampler").mkdir(exist_ok=True)
-        yield [call("save_state", model_id=name, directory=directory / "state")]
-        yield [call("save_for_sampler", model_id=name, directory=directory / "sampler")]
+        yield [call(SaveState, model_id=name, directory=directory / "state")]
+        yield [call(SaveForSampler, model_id=name, directory=directory / "sampler")]
         scored = call.forward_backward(name, 0, forward_only=True, data=[_score(prompt)])
         yield [scored]
         results["trained"] = replies[scored.call_id].loss_fn_outputs[0]["logprobs"]
         update = call.step(name, 2)
         yield update
-        yield [call("open_sampler", sampler_id="saved", directory=directory / "sampler")]
+        yield [call(OpenSampler, sampler_id="saved", directory=directory / "sampler")]
         requests = {sampler: call.sample(sampler, sample_request) for sampler in ("first", "saved", "base")}
         yield [*requests.values(), call.forward_backward(name, 9, forward_only=True)]  # all at once
         results["samples"] = {sampler: replies[request.call_id] for sampler, request in requests.items()}
-        yield [call("create_model", model_id="loaded", spec=SPECS[name])]
-        yield [call("load_state", model_id="loaded", directory=directory / "state", optimizer=True)]
+        yield [call(CreateModel, model_id="loaded", spec=SPECS[name])]
+        yield [call(LoadState, model_id="loaded", directory=directory / "state", optimizer=True)]
         resumed = call.step("loaded", 2)
         yield resumed
         pair = [call.forward_backward(model, 5, forward_only=True) for model in (name, "loaded")]
@@ -214,7 +231,7 @@ def run_all_calls(group: dist.ProcessGroup, layout: str, directory: Path, name: 
         results["resumed"] = [replies[pass_call.call_id].loss_fn_outputs[0]["logprobs"] for pass_call in pair]
         results["losses"] = losses(replies)
         results["errors"] = [reply for reply in replies.values() if isinstance(reply, str)]
-        yield [call("close_sampler", sampler_id="first"), call("remove_model", model_id="loaded")]
+        yield [call(CloseSampler, sampler_id="first"), call(RemoveModel, model_id="loaded")]
         failing = [call.sample("first", sample_request), call.forward_backward("loaded", 5)]
         yield failing
         results["gone"] = [replies[pass_call.call_id] for pass_call in failing]
@@ -302,7 +319,7 @@ def sample_base_model(group: dist.ProcessGroup) -> dict[str, Any]:
         return requests[name]
 
     def script(replies: Replies) -> Iterator[list[Call | Cancel]]:
-        yield [call("open_sampler", sampler_id="base", directory=None)]
+        yield [call(OpenSampler, sampler_id="base", directory=None)]
         yield [
             sample_call("plain", ignore_eos=True),
             sample_call("greedy", temperature=0.0),
@@ -388,7 +405,7 @@ def test_burst_of_samples_is_batched_and_streamed_sample_starts_immediately(tmp_
     batches = list[list[int]]()
 
     def run_command(command: Any) -> list[SampleEvents]:
-        batches.append([call.call_id for call in command[1][0]])
+        batches.append([call.call_id for call in command.keywords["calls"]])
         return [SampleEvents(dict.fromkeys(batches[-1], SampleResult([])), [], busy=False)]
 
     call, request = Calls(), SampleRequest(np.arange(5, dtype=np.int32), SamplingParams(max_new_tokens=3))

@@ -20,6 +20,22 @@ from postlude.tinker.backend import (
     SampleRequest,
     SampleResult,
 )
+from postlude.tinker.messages import (
+    CloseSampler,
+    CreateModel,
+    DiscardGradients,
+    ForwardBackward,
+    LoadState,
+    OpenSampler,
+    OptimStep,
+    RemoveModel,
+    Result,
+    Sample,
+    SaveForSampler,
+    SaveState,
+    SnapshotSampler,
+    TrainingCommand,
+)
 from postlude.tinker.settings import WorkerSettings, parse_model
 from postlude.tinker.worker_process import WorkerDied, WorkerProcess
 
@@ -90,7 +106,7 @@ class EngineBackend:
     async def create_model(self, model_id: str, spec: ModelSpec) -> None:
         """Makes a model."""
         worker = await self._worker(spec.base_model)
-        await worker.call("create_model", model_id=model_id, spec=spec)
+        await worker.call(CreateModel(model_id, spec))
         self._models[model_id] = (spec.base_model, worker)
 
     def stage(self, model_id: str, request: PassRequest) -> None:
@@ -110,38 +126,33 @@ class EngineBackend:
         """Runs a pass."""
         _, worker = self._model(model_id)
         number = worker.take_staged(request)
-        if number is None:
-            result: ForwardBackwardResult = await self._train("forward_backward", model_id, ran=ran, request=request)
-        else:
-            result = await self._train("run_staged", model_id, ran=ran, number=number)
-        return result
+        return await self._train(model_id, ForwardBackward(model_id, request if number is None else number), ran)
 
     async def optim_step(self, model_id: str, adam: AdamParams) -> Mapping[str, float]:
         """Updates the weights."""
-        metrics: Mapping[str, float] = await self._train("optim_step", model_id, adam=adam)
-        return metrics
+        return await self._train(model_id, OptimStep(model_id, adam))
 
     async def discard_gradients(self, model_id: str) -> None:
         """Sets the gradients to zero."""
-        await self._train("discard_gradients", model_id)
+        await self._train(model_id, DiscardGradients(model_id))
 
     async def save_state(self, model_id: str, directory: Path) -> None:
         """Writes weights and optimizer state."""
-        await self._train("save_state", model_id, directory=directory)
+        await self._train(model_id, SaveState(model_id, directory))
 
     async def load_state(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
         """Reads weights and, if asked, the optimizer state."""
-        await self._train("load_state", model_id, directory=directory, optimizer=optimizer)
+        await self._train(model_id, LoadState(model_id, directory, optimizer))
 
     async def save_for_sampler(self, model_id: str, directory: Path) -> None:
         """Writes the weights for sampling."""
-        await self._train("save_for_sampler", model_id, directory=directory)
+        await self._train(model_id, SaveForSampler(model_id, directory))
 
     async def remove_model(self, model_id: str) -> None:
         """Frees a model."""
         _, worker = self._models.pop(model_id, ("", None))
         if worker is not None and worker.death is None:
-            await worker.call("remove_model", model_id=model_id)
+            await worker.call(RemoveModel(model_id))
 
     async def open_sampler(self, sampler_id: str, base_model: str, directory: Path | None) -> None:
         """Opens a sampler."""
@@ -155,7 +166,7 @@ class EngineBackend:
     async def snapshot_sampler(self, model_id: str, sampler_id: str) -> None:
         """Opens a sampler of a model's weights as they are now."""
         base_model, worker = self._model(model_id)
-        await self._train("snapshot_sampler", model_id, sampler_id=sampler_id)
+        await self._train(model_id, SnapshotSampler(model_id, sampler_id))
         self._samplers[sampler_id] = _Sampler(base_model, None, worker)
 
     async def close_sampler(self, sampler_id: str) -> None:
@@ -165,7 +176,7 @@ class EngineBackend:
             del self._opened[key]
         for worker in self._workers.values():
             if worker.death is None:
-                await worker.call("close_sampler", sampler_id=sampler_id)
+                await worker.call(CloseSampler(sampler_id))
 
     async def sample(
         self, sampler_id: str, request: SampleRequest, progress: Callable[[SampleProgress], None] | None = None
@@ -182,10 +193,7 @@ class EngineBackend:
         self, sampler_id: str, request: SampleRequest, progress: Callable[[SampleProgress], None] | None
     ) -> SampleResult:
         worker = await self._sampler_worker(sampler_id)
-        result: SampleResult = await worker.call(
-            "sample", progress, sampler_id=sampler_id, request=request, streamed=progress is not None
-        )
-        return result
+        return await worker.call(Sample(sampler_id, request, streamed=progress is not None), progress)
 
     async def _worker(self, base_model: str) -> WorkerProcess:
         """Returns the ranks of a base model, started if they do not run."""
@@ -209,10 +217,12 @@ class EngineBackend:
             raise ModelLost(f"model {model_id} is lost: {worker.death} Load its last checkpoint into a new model.")
         return base_model, worker
 
-    async def _train(self, method: str, model_id: str, **arguments: Any) -> Any:
+    async def _train(
+        self, model_id: str, command: TrainingCommand[Result], ran: Callable[[], None] | None = None
+    ) -> Result:
         _, worker = self._model(model_id)
         try:
-            return await worker.call(method, model_id=model_id, **arguments)
+            return await worker.call(command, ran=ran)
         except WorkerDied as error:
             raise ModelLost(f"model {model_id} is lost: {error} Load its last checkpoint into a new model.") from error
 
@@ -228,7 +238,7 @@ class EngineBackend:
         worker = await self._worker(sampler.base_model)
         key = (sampler_id, worker)
         if key not in self._opened:
-            call = worker.call("open_sampler", sampler_id=sampler_id, directory=sampler.directory)
+            call = worker.call(OpenSampler(sampler_id, sampler.directory))
             self._opened[key] = asyncio.ensure_future(call)
         try:
             await asyncio.shield(self._opened[key])

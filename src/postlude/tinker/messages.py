@@ -6,24 +6,188 @@ Both send lists: all messages that wait at once, so that a burst of small ones i
 from __future__ import annotations
 
 import queue
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from postlude.tinker.backend import PassRequest
+from postlude.tinker.backend import (
+    AdamParams,
+    ForwardBackwardResult,
+    ModelSpec,
+    PassRequest,
+    SampleRequest,
+    SampleResult,
+)
+
+if TYPE_CHECKING:
+    from postlude.tinker.worker import RankWorker, Worker
 
 READY, RAN, RESULT, ERROR, PROGRESS = "ready", "ran", "result", "error", "progress"
 """What rank 0 sends: (kind, id of the call, value). RAN comes before the result of a pass, which is large."""
 Message = TypeVar("Message")
+Result = TypeVar("Result")
+
+
+class Command(Generic[Result]):
+    """What the HTTP process asks of the ranks, and the type of what they return."""
+
+
+class TrainingCommand(Command[Result], ABC):
+    """A command that runs alone, in the order in which it was sent. Commands that only load or free are among them."""
+
+    @abstractmethod
+    def run(self, worker: Worker) -> Result:
+        """Runs it, on rank 0."""
+
+
+class RankCommand(TrainingCommand[Result]):
+    """A command that all ranks run alike."""
+
+    def run(self, worker: Worker) -> Result:
+        """Runs it on all ranks."""
+        return worker.on_ranks(self.run_on)
+
+    @abstractmethod
+    def run_on(self, rank: RankWorker) -> Result:
+        """Runs it on one rank."""
+
+
+@dataclass(frozen=True)
+class CreateModel(RankCommand[None]):
+    """Makes a model."""
+
+    model_id: str
+    spec: ModelSpec
+
+    def run_on(self, rank: RankWorker) -> None:
+        rank.models.create_model(self.model_id, self.spec)
+
+
+@dataclass(frozen=True)
+class RemoveModel(RankCommand[None]):
+    """Frees a model."""
+
+    model_id: str
+
+    def run_on(self, rank: RankWorker) -> None:
+        rank.models.remove_model(self.model_id)
+
+
+@dataclass(frozen=True)
+class ForwardBackward(TrainingCommand[ForwardBackwardResult]):
+    """Runs a pass: a request, or the number of a pass that was staged."""
+
+    model_id: str
+    request: PassRequest | int
+
+    def run(self, worker: Worker) -> ForwardBackwardResult:
+        return worker.forward_backward(self.model_id, self.request)
+
+
+@dataclass(frozen=True)
+class OptimStep(RankCommand[Mapping[str, float]]):
+    """Updates the weights."""
+
+    model_id: str
+    adam: AdamParams
+
+    def run_on(self, rank: RankWorker) -> Mapping[str, float]:
+        return rank.models.optim_step(self.model_id, self.adam)
+
+
+@dataclass(frozen=True)
+class DiscardGradients(RankCommand[None]):
+    """Sets the gradients to zero."""
+
+    model_id: str
+
+    def run_on(self, rank: RankWorker) -> None:
+        rank.models.discard_gradients(self.model_id)
+
+
+@dataclass(frozen=True)
+class SaveState(RankCommand[None]):
+    """Writes weights and optimizer state."""
+
+    model_id: str
+    directory: Path
+
+    def run_on(self, rank: RankWorker) -> None:
+        rank.models.save_state(self.model_id, self.directory)
+
+
+@dataclass(frozen=True)
+class LoadState(RankCommand[None]):
+    """Reads weights and, if asked, the optimizer state."""
+
+    model_id: str
+    directory: Path
+    optimizer: bool
+
+    def run_on(self, rank: RankWorker) -> None:
+        rank.models.load_state(self.model_id, self.directory, self.optimizer)
+
+
+@dataclass(frozen=True)
+class SaveForSampler(RankCommand[None]):
+    """Writes the weights for sampling."""
+
+    model_id: str
+    directory: Path
+
+    def run_on(self, rank: RankWorker) -> None:
+        rank.models.save_for_sampler(self.model_id, self.directory)
+
+
+@dataclass(frozen=True)
+class OpenSampler(TrainingCommand[None]):
+    """Opens a sampler of a directory, or of the base."""
+
+    sampler_id: str
+    directory: Path | None
+
+    def run(self, worker: Worker) -> None:
+        worker.open_sampler(self.sampler_id, self.directory)
+
+
+@dataclass(frozen=True)
+class SnapshotSampler(TrainingCommand[None]):
+    """Opens a sampler of a model's weights as they are now."""
+
+    model_id: str
+    sampler_id: str
+
+    def run(self, worker: Worker) -> None:
+        worker.snapshot_sampler(self.model_id, self.sampler_id)
+
+
+@dataclass(frozen=True)
+class CloseSampler(TrainingCommand[None]):
+    """Frees a sampler."""
+
+    sampler_id: str
+
+    def run(self, worker: Worker) -> None:
+        worker.close_sampler(self.sampler_id)
+
+
+@dataclass(frozen=True)
+class Sample(Command[SampleResult]):
+    """Samples, at the same time as others."""
+
+    sampler_id: str
+    request: SampleRequest
+    streamed: bool
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the HTTP process: a method of `Worker`, or of `RankModels`, and its arguments."""
+    """A command of the HTTP process, with its number."""
 
     call_id: int
-    method: str
-    arguments: Mapping[str, Any]
+    command: TrainingCommand[Any] | Sample
 
 
 @dataclass(frozen=True)
@@ -35,7 +199,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class StagePass:
-    """A pass, sent before its turn; a call of `run_staged` runs it."""
+    """A pass, sent before its turn; a `ForwardBackward` with its number runs it."""
 
     number: int
     request: PassRequest

@@ -185,7 +185,8 @@ class RankSampler:
             self._to_score[adapter] = rest
             self._add_task(rest[0], self._score_prompts, self._fail_prompts)
         scores = score_prompts(self.generator.model, [running.call.request for running in batch], self.budget)
-        for running, running.scores in zip(batch, scores, strict=True):
+        for running, prompt_scores in zip(batch, scores, strict=True):
+            running.scores = prompt_scores
             self._start(running)
 
     def _fail_prompts(self, first: _Running, error: Exception) -> None:

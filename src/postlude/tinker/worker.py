@@ -11,11 +11,11 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Client
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,9 @@ from postlude.hf.peft import read_adapter
 from postlude.hf.read_model import context_length, read_model
 from postlude.hf.read_peft import from_peft
 from postlude.objectives.summed import SUMMED_LOSSES
-from postlude.tinker.backend import BaseModelInfo, PassRequest
+from postlude.tinker.backend import BaseModelInfo, ForwardBackwardResult, PassRequest
 from postlude.tinker.datums import EXTRA_TOKENS, Pass, read_pass, to_result
-from postlude.tinker.messages import ERROR, PROGRESS, RAN, READY, RESULT, Call, Cancel
+from postlude.tinker.messages import ERROR, PROGRESS, RAN, READY, RESULT, Call, Cancel, Sample, TrainingCommand
 from postlude.tinker.model_sampler import ModelSampler
 from postlude.tinker.prompt_scores import check_prompt_scores
 from postlude.tinker.rank_connection import RankConnection, StagedPasses
@@ -46,21 +46,8 @@ BURST_SECONDS, MAX_BURST_SECONDS = 0.01, 0.05
 
 A sample that is streamed, to somebody who watches, is not kept waiting.
 """
-RANK_METHODS = frozenset(
-    ("create_model", "remove_model", "optim_step", "discard_gradients", "save_state", "load_state", "save_for_sampler")
-)
-"""The calls that all ranks run as they are, with their `RankModels`."""
 LOG = logging.getLogger("postlude")
-RankCommand: TypeAlias = tuple[str, tuple[Any, ...]]
-"""A method of `RankWorker` and its arguments, for all ranks."""
-
-
-@dataclass(frozen=True)
-class PassRan:
-    """A pass that has run, and what the engine returned."""
-
-    request: Pass
-    result: PassResult
+Result = TypeVar("Result")
 
 
 class RankWorker:
@@ -74,14 +61,17 @@ class RankWorker:
         engine.copy_weights(self.sampler.generator.model)
         self.model_sampler = ModelSampler(lambda: RankSampler(engine, tokenizer, settings))
 
-    def run(self, command: RankCommand) -> Any:
+    def run(self, command: Callable[[RankWorker], Result]) -> Result:
         """Runs a command. Only rank 0's result is used, except of `sample`."""
-        method, arguments = command
-        return getattr(self, method)(*arguments)
+        return command(self)
 
-    def train(self, method: str, arguments: Mapping[str, Any]) -> Any:
-        """Calls a method of the models."""
-        return getattr(self.models, method)(**arguments)
+    def run_pass(self, model_id: str, request: Pass) -> PassResult:
+        """Runs a pass."""
+        return self.models.run_pass(model_id, request)
+
+    def save_for_sampler(self, model_id: str, directory: Path) -> None:
+        """Writes the weights of a model."""
+        self.models.save_for_sampler(model_id, directory)
 
     def snapshot(self, model_id: str, adapter: str) -> None:
         """Gives the sampler a copy of a model's adapter."""
@@ -140,8 +130,11 @@ def _step(sampler: RankSampler | ModelSampler) -> SampleEvents:
         return SampleEvents(dict.fromkeys(sampler.fail_all(), failure), [], busy=False)
 
 
+_TrainingCalls: TypeAlias = deque[tuple[int, TrainingCommand[Any]]]
+
+
 class Worker:
-    """Rank 0: the methods that the HTTP process calls besides RANK_METHODS, and the loop that serves them.
+    """Rank 0: what commands do besides running on all ranks, and the loop that serves them.
 
     Snapshots of all weights of a model are kept in `directory`.
     """
@@ -150,7 +143,7 @@ class Worker:
         self,
         settings: WorkerSettings,
         rank: RankWorker,
-        controller: Rank0Controller[RankCommand, Any],
+        controller: Rank0Controller[Callable[[RankWorker], Any], Any],
         directory: Path,
     ) -> None:
         self.settings, self.rank, self.controller = settings, rank, controller
@@ -165,6 +158,8 @@ class Worker:
         self._sampling: set[int] = set()
         """The unfinished sample calls."""
         self._next_rank = 0
+        self._send_ran: Callable[[], None] = lambda: None
+        """Tells the HTTP process that the pass of the current call has run, before its result, which is large."""
 
     def describe(self, tokenizer: Any) -> BaseModelInfo:
         """Returns what clients are told of the base. A tokenizer that is in no directory is written to one."""
@@ -183,19 +178,15 @@ class Worker:
 
     # --- training
 
-    def forward_backward(self, model_id: str, request: PassRequest) -> PassRan:
-        """Runs a pass."""
-        return self._run_pass(model_id, self._read_pass(request))
-
-    def run_staged(self, model_id: str, number: int) -> PassRan:
-        """Runs a pass that was sent before its turn."""
-        return self._run_pass(model_id, self.staged.take(number))
+    def forward_backward(self, model_id: str, request: PassRequest | int) -> ForwardBackwardResult:
+        """Runs a pass: a request, or the number of one that was sent before its turn."""
+        checked = self.staged.take(request) if isinstance(request, int) else self._read_pass(request)
+        result = self.on_ranks(partial(RankWorker.run_pass, model_id=model_id, request=checked))
+        self._send_ran()  # so the next call comes meanwhile
+        return to_result(checked, result)
 
     def _read_pass(self, request: PassRequest) -> Pass:
         return read_pass(request, vocab_size=self.vocab_size, max_context_length=self.max_context_length)
-
-    def _run_pass(self, model_id: str, request: Pass) -> PassRan:
-        return PassRan(request, self._train("run_pass", model_id=model_id, request=request))
 
     # --- sampling
 
@@ -204,48 +195,47 @@ class Worker:
         weights = SamplerWeights()
         if directory is not None and (directory / PEFT_CONFIG).is_file():
             weights = SamplerWeights(adapter=sampler_id)
-            self._on_ranks("load_adapter", sampler_id, directory)
+            self.on_ranks(partial(RankWorker.load_adapter, adapter=sampler_id, directory=directory))
         elif directory is not None:
             weights = SamplerWeights(model=sampler_id)
-            self._on_ranks("load_model", sampler_id, directory)
+            self.on_ranks(partial(RankWorker.load_model, name=sampler_id, directory=directory))
         self.samplers[sampler_id] = weights
 
     def snapshot_sampler(self, model_id: str, sampler_id: str) -> None:
         """Opens a sampler of a model's weights as they are now."""
         if not self.rank.models.is_full(model_id):
-            self._on_ranks("snapshot", model_id, sampler_id)
+            self.on_ranks(partial(RankWorker.snapshot, model_id=model_id, adapter=sampler_id))
             self.samplers[sampler_id] = SamplerWeights(adapter=sampler_id)
             return
         directory = self._snapshot_directory(sampler_id)
         try:
             directory.mkdir(parents=True)
-            self._train("save_for_sampler", model_id=model_id, directory=directory)
+            self.on_ranks(partial(RankWorker.save_for_sampler, model_id=model_id, directory=directory))
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
-        self._on_ranks("load_model", sampler_id, directory)
+        self.on_ranks(partial(RankWorker.load_model, name=sampler_id, directory=directory))
         self.samplers[sampler_id] = SamplerWeights(model=sampler_id)
 
     def close_sampler(self, sampler_id: str) -> None:
         """Closes a sampler."""
         weights = self.samplers.pop(sampler_id, SamplerWeights())
         if weights != SamplerWeights():
-            self._on_ranks("remove_weights", weights)
+            self.on_ranks(partial(RankWorker.remove_weights, weights=weights))
         if weights.model is not None:
             shutil.rmtree(self._snapshot_directory(sampler_id), ignore_errors=True)
 
     def _snapshot_directory(self, sampler_id: str) -> Path:
         return self.directory / "snapshots" / sampler_id
 
-    def _train(self, method: str, **arguments: Any) -> Any:
-        return self._on_ranks("train", method, arguments)
+    def on_ranks(self, command: Callable[[RankWorker], Result]) -> Result:
+        """Runs a command on all ranks. Returns rank 0's result."""
+        result: Result = self.controller.call_all(command)[0]
+        return result
 
-    def _on_ranks(self, method: str, *arguments: Any) -> Any:
-        return self.controller.call_all((method, arguments))[0]
-
-    def _read_sample(self, call: Call) -> SampleCall:
+    def _read_sample(self, call_id: int, sample: Sample) -> SampleCall:
         """Returns a checked sample call. Raises ValueError or TypeError with a sentence for the client."""
-        sampler_id, request = call.arguments["sampler_id"], call.arguments["request"]
+        sampler_id, request = sample.sampler_id, sample.request
         if sampler_id not in self.samplers:
             raise ValueError(f"there is no sampler {sampler_id!r}: open it first.")
         check_prompt(request.prompt, request.sampling.max_new_tokens, self.max_context_length, self.vocab_size)
@@ -254,27 +244,27 @@ class Worker:
             raise ValueError(f"num_samples is {request.num_samples}, but the minimum is 1.")
         self._next_rank = (self._next_rank + 1) % (dist.get_world_size() if dist.is_initialized() else 1)
         weights = self.samplers[sampler_id]
-        return SampleCall(call.call_id, weights, request, call.arguments["streamed"], self._next_rank)
+        return SampleCall(call_id, weights, request, sample.streamed, self._next_rank)
 
     # --- the loop
 
     def serve(self, connection: RankConnection) -> None:
         """Runs calls until the HTTP process closes the connection."""
-        training: deque[Call] = deque()
+        training: _TrainingCalls = deque()
         sampling_time = 0.0  # seconds of sampling that are owed before the next training call
         while True:
             if not self._receive_all(training, connection):
                 return
             if training and (not self._sampling or sampling_time <= 0):
                 began = time.monotonic()
-                self._run(training.popleft(), connection)
+                self._run(*training.popleft(), connection)
                 sampling_time = time.monotonic() - began
             elif self._sampling:
                 began = time.monotonic()
                 self._sample(connection)
                 sampling_time -= time.monotonic() - began
 
-    def _receive_all(self, training: deque[Call], connection: RankConnection) -> bool:
+    def _receive_all(self, training: _TrainingCalls, connection: RankConnection) -> bool:
         """Receives the calls that are there; if there is nothing to do, waits for some. Returns False at the end."""
         idle, burst_end, seconds = not training and not self._sampling, 0.0, 0.0
         while idle or connection.poll(seconds):
@@ -289,46 +279,43 @@ class Worker:
             seconds = BURST_SECONDS if in_burst else 0.0
         return True
 
-    def _receive(self, message: Call | Cancel, training: deque[Call], connection: RankConnection) -> None:
+    def _receive(self, message: Call | Cancel, training: _TrainingCalls, connection: RankConnection) -> None:
         if isinstance(message, Cancel):
             if message.call_id in self._sampling:
                 self._sampling.remove(message.call_id)
                 self._new = [call for call in self._new if call.call_id != message.call_id]
                 self._cancelled.append(message.call_id)
-        elif message.method != "sample":
-            training.append(message)
+        elif isinstance(message.command, TrainingCommand):
+            training.append((message.call_id, message.command))
         else:
             try:
-                call = self._read_sample(message)
+                call = self._read_sample(message.call_id, message.command)
             except (ValueError, TypeError) as error:
                 connection.send((ERROR, message.call_id, error))
             else:
                 self._new.append(call)
                 self._sampling.add(call.call_id)
 
-    def _run(self, call: Call, connection: RankConnection) -> None:
+    def _run(self, call_id: int, command: TrainingCommand[Any], connection: RankConnection) -> None:
+        self._send_ran = lambda: connection.send_at_once((RAN, call_id, None))
         try:
-            if call.method in RANK_METHODS:
-                result = self._train(call.method, **call.arguments)
-            else:
-                result = getattr(self, call.method)(**call.arguments)
-            if isinstance(result, PassRan):
-                connection.send_at_once((RAN, call.call_id, None))  # so the next call comes meanwhile
-                result = to_result(result.request, result.result)
+            result = command.run(self)
         except (ValueError, TypeError, LookupError, OSError, RuntimeError, ArithmeticError) as error:
             if not isinstance(error, (ValueError, TypeError)):
-                LOG.exception("%s failed", call.method)
+                LOG.exception("%s failed", type(command).__name__)
             if self.rank.models.refusal is not None:
                 raise  # all models of these ranks are lost: they end, and the reason is reported
-            connection.send((ERROR, call.call_id, _sendable(error)))
+            connection.send((ERROR, call_id, _sendable(error)))
         else:
-            connection.send((RESULT, call.call_id, result))
+            connection.send((RESULT, call_id, result))
 
     def _sample(self, connection: RankConnection) -> None:
         calls, self._new = self._new, []
         cancelled, self._cancelled = self._cancelled, []
         seconds = 0.0 if self.controller.group is None else STEP_SECONDS
-        for events in self.controller.call_all(("sample", (calls, cancelled, seconds))):
+        for events in self.controller.call_all(
+            partial(RankWorker.sample, calls=calls, cancelled=cancelled, seconds=seconds)
+        ):
             for call_id, progress in events.progress:
                 connection.send((PROGRESS, call_id, progress))
             for call_id, result in events.finished.items():
@@ -341,7 +328,7 @@ def run_worker(settings: WorkerSettings, address: str | tuple[str, int], key: by
     """Runs on every rank until the HTTP process closes the connection at `address`."""
     tokenizer = load_tokenizer(settings.source, trust_remote_code=settings.trust_remote_code)
     rank = RankWorker(settings, tokenizer)
-    controller: Rank0Controller[RankCommand, Any] = Rank0Controller(rank.run)
+    controller: Rank0Controller[Callable[[RankWorker], Any], Any] = Rank0Controller(rank.run)
 
     def serve() -> None:
         with tempfile.TemporaryDirectory(prefix="postlude-", dir=settings.scratch) as directory:

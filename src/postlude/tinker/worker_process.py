@@ -20,7 +20,21 @@ from typing import Any
 
 from postlude.cluster.ray_cluster import LOCAL
 from postlude.tinker.backend import BaseModelInfo, PassRequest, SampleProgress
-from postlude.tinker.messages import ERROR, PROGRESS, RAN, READY, RESULT, Call, Cancel, StagePass, UnstagePass, take_all
+from postlude.tinker.messages import (
+    ERROR,
+    PROGRESS,
+    RAN,
+    READY,
+    RESULT,
+    Call,
+    Cancel,
+    Result,
+    Sample,
+    StagePass,
+    TrainingCommand,
+    UnstagePass,
+    take_all,
+)
 from postlude.tinker.rank_listener import Address, RankListener
 from postlude.tinker.settings import WorkerSettings
 
@@ -79,12 +93,11 @@ class WorkerProcess:
 
     async def call(
         self,
-        method: str,
+        command: TrainingCommand[Result] | Sample,
         progress: Callable[[SampleProgress], None] | None = None,
         ran: Callable[[], None] | None = None,
-        **arguments: Any,
-    ) -> Any:
-        """Returns the result of a method of `Worker`, or raises its error. If a task is cancelled, sampling ends.
+    ) -> Result:
+        """Returns the result of a command, or raises its error. If a task is cancelled, sampling ends.
 
         `ran` is called once a pass has run, before its result is here.
         """
@@ -97,9 +110,10 @@ class WorkerProcess:
             self._progress[call_id] = progress
         if ran is not None:
             self._ran[call_id] = ran
-        self._outbox.put(Call(call_id, method, arguments))
+        self._outbox.put(Call(call_id, command))
         try:
-            return await future
+            result: Result = await future
+            return result
         except asyncio.CancelledError:
             self._outbox.put(Cancel(call_id))
             raise
