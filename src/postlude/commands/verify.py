@@ -15,6 +15,7 @@ from postlude.hf.lora_targets import adapter_configs
 from postlude.hf.model_source import Source
 from postlude.hf.read_model import read_model
 from postlude.layout import Layout
+from postlude.options import chosen_layers
 from postlude.verify.adapters import AdapterReport
 from postlude.verify.cases import Case, fitting_layouts, has_routing_column, resolve_source
 from postlude.verify.choices import FP8_DTYPE, TOLERANCES
@@ -40,6 +41,8 @@ def run(options: argparse.Namespace) -> int:
         adapter_configs(options.lora, config, family)  # refuses targets that do not exist
     for layout in layouts:
         config.check_layout(layout)  # no rank is started for what cannot be
+    for name in ("fp8", "offload_activations"):
+        chosen_layers(name, getattr(options, name), len(config.pattern))
     cases = _cases(options, layouts, source, initializer_range=width, compute_dtype=getattr(torch, dtype))
     reports = _compare(cases, options, device)
     if not reports:
