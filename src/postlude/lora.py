@@ -89,7 +89,6 @@ class LoRA:
 
     @property
     def target_names(self) -> tuple[str, ...]:
-        """The targets one by one."""
         if isinstance(self.targets, str):
             return tuple(name.strip() for name in self.targets.split(","))
         return tuple(self.targets)

@@ -56,7 +56,6 @@ class TensorInfo:
 
     @property
     def bytes(self) -> int:
-        """Its size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 

@@ -41,7 +41,6 @@ class TensorShard:
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Its shape."""
         return tuple(self.values.shape)
 
 

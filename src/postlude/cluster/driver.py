@@ -59,11 +59,9 @@ class ForwardedView:
         self._send("end of view")
 
     def set_phase(self, phase: str) -> None:
-        """Shows the current phase."""
         self._send("phase", phase)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Shows a finished step."""
         numbers = {name: value for name, value in flatten(metrics).items() if isinstance(value, int | float)}
         self._send("update", step, numbers)
 
@@ -85,7 +83,6 @@ class DriverDisplay:
         """Whether a view was shown: the run has started or resumed."""
 
     def show(self, messages: list[tuple[Any, ...]]) -> None:
-        """Shows messages."""
         for message in messages:
             match message:
                 case ("output", stream, text):

@@ -57,7 +57,6 @@ class ForwardedStream(io.TextIOBase):
         self.lock = threading.Lock()
 
     def writable(self) -> bool:
-        """Returns True."""
         return True
 
     def write(self, text: str) -> int:

@@ -70,7 +70,6 @@ class ServerActor:
         return reason
 
     def stop(self) -> None:
-        """Stops the server."""
         if self.process is not None:
             self.process.stop()
 

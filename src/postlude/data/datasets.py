@@ -44,7 +44,6 @@ class Rows:
     """Where each row is, such as "line 7 of train.jsonl"."""
 
     def __len__(self) -> int:
-        """The number of rows."""
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
@@ -140,7 +139,6 @@ class HubFiles(Sequence[Path]):
         self.repo, self.snapshot, self.names = repo, snapshot, names
 
     def __len__(self) -> int:
-        """The number of files."""
         return len(self.names)
 
     def __getitem__(self, index: Any) -> Any:
@@ -390,11 +388,9 @@ class RowOrder:
 
     @property
     def progress(self) -> float:
-        """Epochs done, with the fraction of the current one."""
         return self.epoch + self.position / self.size
 
     def state(self) -> dict[str, Any]:
-        """Returns its position as JSON."""
         return {"size": self.size, "seed": self.seed, "epoch": self.epoch, "position": self.position}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -60,11 +60,9 @@ class EncodedDataset:
     """Whether the rows are messages, which the chat template formats."""
 
     def __len__(self) -> int:
-        """The number of rows."""
         return (len(self.starts) - 1) // self.sequences_per_row
 
     def row(self, index: int) -> list[EncodedSequence]:
-        """Returns the sequences of one row."""
         return [self._sequence(index * self.sequences_per_row + offset) for offset in range(self.sequences_per_row)]
 
     def identity(self, index: int) -> bytes:

@@ -60,7 +60,6 @@ class RowStream:
         return rows
 
     def seek(self, position: StreamPosition) -> None:
-        """Continues from a position."""
         self.position, self._reader = position, None
 
     @property

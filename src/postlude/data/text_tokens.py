@@ -36,7 +36,6 @@ class TextTokens:
         self._pieces = PiecewiseTokenizer(self._encode, list(tokenizer.added_tokens_decoder.values()) if fast else ())
 
     def __call__(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the tokens of each text."""
         anchor = self._anchors[0][0] if self._anchors else ""
         plain = self._pieces([anchor + text if isinstance(text, ContinuationText) else str(text) for text in texts])
         starts = [str(text) for text in texts if isinstance(text, BosText)]
@@ -101,7 +100,6 @@ class PiecewiseTokenizer:
         self._splits: bool | None = None  # unknown until it is tried
 
     def __call__(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the tokens of each text."""
         split = [self._pieces(text) for text in texts]
         if self._splits is None:
             longest = max(split, key=len, default=[])

@@ -40,7 +40,6 @@ class ThoughtMarkers:
         return re.search(rf"{re.escape(self.open)}(\s*)\Z", context)
 
     def is_in(self, text: str) -> bool:
-        """Whether a text has one of the markers."""
         return self.open in text or self.close in text
 
 

@@ -59,7 +59,6 @@ class Stages:
 
     @property
     def blocks(self) -> list[Block]:
-        """All blocks of the stages."""
         return [block for stage in self.models.values() for block in stage.blocks]
 
     @property

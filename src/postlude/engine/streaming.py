@@ -78,7 +78,6 @@ class StreamedTensor(HFTensor):
 
     @property
     def size(self) -> int:
-        """The number of elements."""
         return prod(self.shape)
 
     def dtype(self, requested: torch.dtype) -> torch.dtype:

@@ -68,7 +68,6 @@ class TrainingState:
 
     @property
     def optimizer_kind(self) -> str:
-        """The kind of the optimizer's state."""
         return optimizers.optimizer_kind(self.optimizer_config, self.builder.options.weights)
 
     def step_config(self, step_config: OptimizerConfig | None) -> OptimizerConfig:
@@ -187,12 +186,10 @@ class TrainingStateProperties:
 
     @property
     def optimizer(self) -> optimizers.ShardedAdamW | optimizers.ShardedSGD:
-        """The optimizer of this training state."""
         return self.training_state.optimizer
 
     @property
     def optimizer_config(self) -> OptimizerConfig:
-        """The optimizer's settings."""
         return self.training_state.optimizer_config
 
     @property

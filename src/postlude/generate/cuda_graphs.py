@@ -62,7 +62,6 @@ class DecodeGraphs:
         self._stream: torch.cuda.Stream | None = None  # for all captures, since each stream keeps its own memory
 
     def __call__(self, step: DecodeStep) -> None:
-        """Runs one step."""
         if not self.rows.numbers.is_cuda:
             self._step(step)
             return

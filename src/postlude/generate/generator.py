@@ -156,7 +156,6 @@ class Generator:
             self._has_fp8_weights = True
 
     def remove_adapter(self, name: str) -> None:
-        """Removes an adapter."""
         self.adapters.remove(name)
 
     def generate(

@@ -168,7 +168,6 @@ def format_number(value: float) -> str:
 
 
 def sampling_per_prompt(sampling: SamplingParams | Sequence[SamplingParams], prompts: int) -> list[SamplingParams]:
-    """Returns the sampling parameters of every prompt."""
     if isinstance(sampling, SamplingParams):
         return [sampling] * prompts
     if len(sampling) != prompts:

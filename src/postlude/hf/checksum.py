@@ -25,17 +25,14 @@ class ChecksummedSource:
         self._sums: dict[str, str] = {}
 
     def names(self) -> Iterable[str]:
-        """Returns the names of all tensors."""
         return self.source.names()
 
     def take(self, name: str) -> Tensor:
-        """Returns one tensor."""
         tensor = self.source.take(name)
         self._sums[name] = f"{tensor.dtype} {tuple(tensor.shape)} {int(word_sum(tensor))}"
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of one tensor."""
         return self.source.shape(name)
 
     def checksum(self) -> str:

@@ -163,7 +163,6 @@ class ModelFiles:
     generation_config: Mapping[str, Any]
 
     def write(self, directory: Path) -> None:
-        """Writes the files."""
         if self.hf is not None:
             self.hf.save_pretrained(directory)
         generation_config = dict(self.generation_config)

@@ -52,14 +52,12 @@ class StackedExpertsSource:
             yield from (stem + FUSED, stem + DOWN)
 
     def take(self, name: str) -> Tensor:
-        """Returns one tensor, on the CPU."""
         parts = self._parts(name)
         if parts is None:
             return self._single.take(name)
         return torch.stack([torch.cat([self._single.take(part) for part in expert]) for expert in parts])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of one tensor."""
         parts = self._parts(name)
         if parts is None:
             return self._single.shape(name)

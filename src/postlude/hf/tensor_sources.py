@@ -35,7 +35,6 @@ class SafetensorsSource:
         return self._file_of
 
     def take(self, name: str) -> Tensor:
-        """Returns one tensor, on the CPU."""
         with self._reading(name) as file:
             tensor: Tensor = file.get_tensor(name)
             return tensor
@@ -73,7 +72,6 @@ class CheckpointSource:
         return self._hf_tensors
 
     def take(self, name: str) -> Tensor:
-        """Returns one tensor, on the CPU."""
         tensor = self._hf_tensors[name]
         regions = [self._read(tensor_name, mapping) for tensor_name, mapping in tensor.parts]
         if len(regions) == 1 and tensor.parts[0][1].is_whole:
@@ -91,7 +89,6 @@ class CheckpointSource:
         return join_halves(values, self._reader.read(LOW_BITS + name, start, size))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of one tensor."""
         return self._hf_tensors[name].shape
 
 
@@ -110,7 +107,6 @@ class MemorySource:
         return self._tensors.pop(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of one tensor."""
         return tuple(self._tensors[name].shape)
 
 

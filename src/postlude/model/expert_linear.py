@@ -27,7 +27,6 @@ class ExpertLinear(nn.Module):
         self.adapter: Adapter | None = None
 
     def add_adapter(self, config: AdapterConfig) -> None:
-        """Gives the layer a new adapter."""
         experts, out_features, in_features = self.shape
 
         def matrix(name: str, *shape: int) -> nn.Parameter:

@@ -40,7 +40,6 @@ class FP8Weights:
 
     @property
     def size_in_bytes(self) -> int:
-        """Bytes of all copies."""
         return sum(copy.size_in_bytes for _, copy in self._copies.values())
 
     @torch.no_grad()

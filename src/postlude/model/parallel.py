@@ -225,7 +225,6 @@ class Linear(nn.Module):
         self.fp8 = FP8Scaling(*groups[self.weight_dim])
 
     def add_adapter(self, config: AdapterConfig) -> None:
-        """Gives the layer a new adapter."""
         self.adapter = _new_adapter(config, self.in_features, self.out_features, self.tp, self.weight_dim)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -264,7 +263,6 @@ class FP32Linear(FSDPUnit):
         self.bias = sharded_parameter(out_features, axis=tp, dim=None, dtype=torch.float32) if bias else None
 
     def add_adapter(self, config: AdapterConfig) -> None:
-        """Gives the layer a new adapter."""
         out_features, in_features = self.weight.shape
         self.adapter = _new_adapter(config, in_features, out_features, self.tp, None)
 

@@ -68,7 +68,6 @@ class Distill(MeanOverTokens):
             )
 
     def __call__(self, inputs: OutputInputs) -> Loss:
-        """Returns the loss of one microbatch."""
         ids, teacher = inputs.microbatch.column(TEACHER_IDS), inputs.microbatch.column(TEACHER_LOGPROBS).float()
         if ids.shape != teacher.shape or ids.ndim != 2:
             raise ValueError(

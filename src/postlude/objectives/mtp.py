@@ -75,7 +75,6 @@ class MTP:
         return depth_denominators if inner is None else (*inner(depths), *depth_denominators)
 
     def __call__(self, inputs: OutputInputs) -> Loss:
-        """Returns the loss of one microbatch."""
         loss = self.objective(inputs)
         share = self.weight / max(1, len(inputs.config.pattern.mtp))
         for depth, shifted in enumerate(inputs.depths(stop_trunk=self.stop_trunk, stop_head=self.stop_head), start=1):

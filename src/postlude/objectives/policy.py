@@ -122,7 +122,6 @@ class PolicyGradient:
         return ((self.over, 0),) if self.length is None else (("sequences", 0),)
 
     def __call__(self, inputs: OutputInputs) -> Loss:
-        """Returns the loss of one microbatch."""
         from postlude.data import IGNORE
 
         microbatch, head = inputs.microbatch, inputs.head

@@ -92,7 +92,6 @@ class Preference(MeanOverSequences):
             )
 
     def __call__(self, inputs: OutputInputs) -> Loss:
-        """Returns the loss of one microbatch."""
         microbatch = inputs.microbatch
         check_pairs(microbatch)
         logprob, has_weight = masked_logprobs(inputs, self.mask)
@@ -189,7 +188,6 @@ class ORPO(MeanOverSequences):
         check_per_token(self.mask)
 
     def __call__(self, inputs: OutputInputs) -> Loss:
-        """Returns the loss of one microbatch."""
         from torch.nn.functional import logsigmoid
 
         check_pairs(inputs.microbatch)
@@ -236,7 +234,6 @@ class KTO(MeanOverSequences):
             raise ValueError("desirable_weight and undesirable_weight are both 0, which leaves nothing to learn from.")
 
     def __call__(self, inputs: OutputInputs) -> Loss:
-        """Returns the loss of one microbatch."""
         microbatch = inputs.microbatch
         logprob, has_weight = masked_logprobs(inputs, self.mask)
         deltas = microbatch.sequence_sum((logprob - microbatch.column(REFERENCE).float()).where(has_weight, 0.0))
@@ -274,7 +271,6 @@ class BradleyTerry(MeanOverSequences):
         check_bounds(self)
 
     def __call__(self, inputs: OutputInputs) -> Loss:
-        """Returns the loss of one microbatch."""
         from torch.nn.functional import logsigmoid
 
         check_pairs(inputs.microbatch)

@@ -33,7 +33,6 @@ class SFT(MeanOverTokens):
         check_per_token(self.over)
 
     def __call__(self, inputs: OutputInputs) -> Loss:
-        """Returns the loss of one microbatch."""
         targets, weights, count = weighted_targets(inputs.microbatch, self.over)
         if self.z_loss == 0.0:
             result = inputs.head.objective(inputs.hidden, targets, weighted_nll, weights, target_count=count)

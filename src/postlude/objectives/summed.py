@@ -158,7 +158,6 @@ class GSPO(PPO):
     columns: ClassVar[tuple[str, ...]] = (LOGPROBS, ADVANTAGES, RATIO_MASK)
 
     def __call__(self, inputs: OutputInputs) -> Loss:
-        """Returns the loss of one microbatch."""
         from postlude.data import IGNORE
 
         microbatch, columns = inputs.microbatch, self.read_columns(inputs.microbatch)

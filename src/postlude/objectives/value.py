@@ -44,7 +44,6 @@ class ValueLoss(MeanOverTokens):
         check_bounds(self)
 
     def __call__(self, inputs: OutputInputs) -> Loss:
-        """Returns the loss of one microbatch."""
         microbatch = inputs.microbatch
         # Where the weight is 0, columns may hold anything, even NaN.
         has_weight = weighted_targets(microbatch, self.over).weights != 0
@@ -84,5 +83,4 @@ class ActorCritic:
         return (*(() if policy is None else policy(depths)), *self.value.denominators(depths))
 
     def __call__(self, inputs: OutputInputs) -> Loss:
-        """Returns the loss of one microbatch."""
         return self.policy(inputs) + self.coefficient * self.value(inputs)

@@ -31,7 +31,6 @@ class Permutation:
 
     @property
     def reverse(self) -> Permutation:
-        """The inverse permutation."""
         return Permutation(self.inverse, self.order)
 
 

@@ -52,7 +52,6 @@ class Packing:
 
     @property
     def count(self) -> int:
-        """The number of sequences."""
         return len(self.lengths)
 
     @property

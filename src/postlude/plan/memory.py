@@ -216,7 +216,6 @@ class SavedNumbers:
 def saved_numbers(
     config: ModelConfig, stage: Stage, options: TrainingOptions, mtp: bool, lora: bool, kernels: bool
 ) -> SavedNumbers:
-    """Returns the numbers of a stage."""
     hidden = config.hidden_size
 
     def of_layer(layer: str, recompute: Recompute) -> float:

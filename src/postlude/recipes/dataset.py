@@ -73,7 +73,6 @@ class EncodedRows(Generic[Row]):
         return int(self.rows.tokens.max())
 
     def identity(self, index: int) -> bytes:
-        """Returns the identity of a row's task."""
         return self.rows.identity(index)
 
     def __len__(self) -> int:
@@ -99,7 +98,6 @@ class LabelledRows(Generic[Row]):
         return self.make(self.rows[index], None if self.values is None else self.values[source])
 
     def identity(self, index: int) -> bytes:
-        """Returns the identity of a row's task."""
         return self.rows.identity(index)
 
 
@@ -221,7 +219,6 @@ class StreamEncoder(Generic[Row]):
         return results
 
     def identity(self, row: Mapping[str, Any]) -> bytes:
-        """Returns the identity of a row's task."""
         (values,) = row_values(self.data, Rows(self.data.path.name, [row], ["a row"]), self.form, self.columns)
         return row_identity(self.form, values, self.encoder.turns)
 

@@ -137,7 +137,6 @@ def _trial_batch(top_k: int) -> Batch:
 
 
 def checks(inputs: PreflightInputs) -> list[Check]:
-    """Returns the preflight checks."""
     config: DistillConfig = inputs.config
     data = config.data
     data_checks = (

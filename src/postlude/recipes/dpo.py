@@ -46,7 +46,6 @@ def _with_reference(batch: Batch, logprobs: list[Tensor]) -> Batch:
 
 
 def checks(inputs: PreflightInputs) -> list[Check]:
-    """Returns the preflight checks."""
     trial = trial_pairs(inputs.config.data)
     if inputs.config.has_reference:
         trial = _with_reference(trial, [torch.full((length,), -1.0) for length in trial.lengths])

@@ -46,7 +46,6 @@ CHUNK = 256  # tasks sampled at a time
 
 
 def checks(inputs: PreflightInputs) -> list[Check]:
-    """Returns the preflight checks."""
     config: EvalConfig = inputs.config
     return [
         *model_checks(inputs),

@@ -55,7 +55,6 @@ class KTOTrainer(SupervisedTrainer[LabelledRow]):
         return LabelledRow(encoded, read_label(row, location, data.label))
 
     def sequences_of(self, row: LabelledRow) -> Sequence[EncodedSequence]:
-        """Returns the sequence of a row."""
         return [row.sequence]
 
     def make_batch(self, rows: Sequence[LabelledRow], *, held_out: bool = False) -> tuple[Batch, StepMetrics]:
@@ -116,7 +115,6 @@ def _batch(sequences: Sequence[EncodedSequence], desirable: Sequence[float]) -> 
 
 
 def checks(inputs: PreflightInputs) -> list[Check]:
-    """Returns the preflight checks."""
     trial = _batch(TRIAL_SEQUENCES, [1.0, 0.0, 1.0, 0.0])
     numbers = [torch.full((length,), -1.0) for length in trial.lengths]
     trial = replace(trial, columns={**trial.columns, REFERENCE: numbers, BATCH_KL: [0.1] * len(trial)})

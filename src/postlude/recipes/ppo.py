@@ -149,7 +149,6 @@ def _value_metrics(rows: RolloutRows, values: list[torch.Tensor], returns: list[
 
 
 def checks(inputs: PreflightInputs) -> list[Check]:
-    """Returns the preflight checks."""
     numbers = [torch.zeros(len(sequence)) for sequence in TRIAL_SEQUENCES]
     return [
         *rollout_checks(inputs, {"returns": numbers, "old_values": numbers}),

@@ -50,7 +50,6 @@ def _check_export(inputs: PreflightInputs) -> str:
 
 
 def checks(inputs: PreflightInputs) -> list[Check]:
-    """Returns the preflight checks."""
     trial = trial_pairs(inputs.config.data)
     exported = [Check("export", lambda: _check_export(inputs), after=("model",))] if inputs.config.export else []
     return [

@@ -34,7 +34,6 @@ class SFTTrainer(SupervisedTrainer[EncodedSequence]):
 
 
 def checks(inputs: PreflightInputs) -> list[Check]:
-    """Returns the preflight checks."""
     return [*training_checks(inputs, sft_batch(TRIAL_SEQUENCES)), *dataset_checks(inputs, inputs.config.data)]
 
 

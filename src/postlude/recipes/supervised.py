@@ -92,7 +92,6 @@ class SupervisedTrainer(Trainer, Generic[Row]):
         return train_row
 
     def sequences_of(self, row: Any) -> Sequence[EncodedSequence]:
-        """Returns the sequences of a row."""
         return [row] if isinstance(row, EncodedSequence) else row
 
     def _rows_of_epochs(self) -> int:

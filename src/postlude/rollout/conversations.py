@@ -106,7 +106,6 @@ class TrajectoryGroup:
 
     @property
     def done(self) -> bool:
-        """Whether all trajectories are done."""
         return all(trajectory.done for trajectory in self.trajectories)
 
 
@@ -158,7 +157,6 @@ class Conversations:
             self._thread.start()
 
     def start(self, group: TrajectoryGroup) -> None:
-        """Starts all trajectories of a group."""
         with self._condition:
             self._to_start.append(group)
             self._condition.notify_all()

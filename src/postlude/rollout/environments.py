@@ -129,7 +129,6 @@ class SingleTurn(Environment):
 
     @property
     def lost_workers(self) -> int | None:
-        """As the reward counts them."""
         return self.reward.lost_workers
 
     def trial_call(self, task: Task, turn: AssistantTurn) -> None:
@@ -137,7 +136,6 @@ class SingleTurn(Environment):
         self.reward.trial_call(task, turn)
 
     def close(self) -> None:
-        """Closes the reward."""
         self.reward.close()
 
     def _submit(self, episode: Episode) -> None:
@@ -183,7 +181,6 @@ class TurnEnvironment(Environment):
 
     @property
     def lost_workers(self) -> int | None:
-        """As the reward counts them."""
         return None if self.reward is None else self.reward.lost_workers
 
     def trial_call(self, task: Task, turn: AssistantTurn) -> None:
@@ -193,7 +190,6 @@ class TurnEnvironment(Environment):
             self.reward.trial_call(task, turn)
 
     def close(self) -> None:
-        """Closes the reward."""
         if self.reward is not None:
             self.reward.close()
 

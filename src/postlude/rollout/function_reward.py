@@ -70,11 +70,9 @@ class FunctionReward(FailureCounter, Reward):
 
     @property
     def lost_workers(self) -> int | None:
-        """As the pool counts them."""
         return self._pool.lost
 
     def submit(self, episode: Episode) -> None:
-        """Takes an episode whose last completion is to be scored."""
         self._waiting.append(episode)
         if not self._signature["takes_list"]:
             self._start_calls()

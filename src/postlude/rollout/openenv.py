@@ -83,7 +83,6 @@ class OpenEnvEpisode:
         return None if result.done else self.server.read(result.observation), result.reward or 0.0
 
     async def close(self) -> None:
-        """Ends the session."""
         await self._client.close()
 
 

@@ -64,11 +64,9 @@ class ModelReward(FailureCounter, Reward):
             raise ValueError(f"{self.name} gives {task.name} a score of {score}. Check its weights.")
 
     def close(self) -> None:
-        """Releases the reward model."""
         self.__dict__.pop("model", None)
 
     def submit(self, episode: Episode) -> None:
-        """Takes an episode whose last completion is to be scored."""
         self._waiting.append(episode)
 
     def poll(self, timeout: float | None = 0.0) -> Scored:

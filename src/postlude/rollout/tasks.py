@@ -172,7 +172,6 @@ class ReasoningGym:
         return Task(prompt, entry, name, entry["question"])
 
     def reward(self) -> GymReward:
-        """Returns the reward function."""
         return GymReward(self.name, self.config, self.tag)
 
     def close(self) -> None:

@@ -36,7 +36,6 @@ class ToolReply:
     _loaded: dict[str, Callable[..., Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def prepare(self) -> None:
-        """Loads the tools."""
         self._loaded, self._format = load_tools(self.tools), load_format(self.format)
         self._types: ParameterTypes = {name: parameter_types(tool) for name, tool in self._loaded.items()}
 

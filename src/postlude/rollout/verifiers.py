@@ -37,7 +37,6 @@ class ExactReward:
     def __call__(
         self, prompt: Any, completion: str, example: Mapping[str, Any], answer_text: str | None = None
     ) -> float:
-        """Returns the reward."""
         return float(_answer(completion, answer_text).strip() == _column(example, self.column).strip())
 
 

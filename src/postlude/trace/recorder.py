@@ -120,13 +120,11 @@ class Recording(Recorder):
 
     @contextlib.contextmanager
     def span(self, kind: SpanKind, name: str) -> Iterator[None]:
-        """Records the block as a span."""
         record = self._record(kind, name)
         yield
         record.end = now(self.device)
 
     def start(self, kind: SpanKind, name: str) -> OpenExchange:
-        """Starts a span that the caller ends."""
         return OpenExchange(self, self._record(kind, name))
 
     def spans(self) -> list[Span]:

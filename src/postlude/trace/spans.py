@@ -114,7 +114,6 @@ def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[
 
 
 def total_length(intervals: Iterable[Interval]) -> float:
-    """Returns their total length."""
     return sum(end - start for start, end in intervals)
 
 

@@ -42,7 +42,6 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """The duration."""
         return max((span.end for span in self.spans), default=0.0)
 
     @property

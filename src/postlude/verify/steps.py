@@ -48,11 +48,9 @@ class WithCritic:
 
     @property
     def mtp_options(self) -> MTPOptions | None:
-        """Those of the objective."""
         return getattr(self.objective, "mtp_options", None)
 
     def __call__(self, inputs: OutputInputs) -> Loss:
-        """Returns the loss of one microbatch."""
         return self.objective(inputs) + 0.5 * CRITIC(inputs)
 
 
@@ -154,5 +152,4 @@ def _run(
 
 
 def adapter_weights(model: LanguageModel) -> dict[str, Tensor]:
-    """Returns the adapters' tensors."""
     return {name: tensor.detach().cpu() for name, tensor in model.named_parameters() if is_adapter(name)}

@@ -95,7 +95,6 @@ class DeviceAssignment:
 
     @property
     def device(self) -> torch.device:
-        """The torch device."""
         return torch.device("cpu") if self.gpu is None else torch.device("cuda", self.gpu)
 
     @property

@@ -362,7 +362,6 @@ class StallWatchdog:
         self.thread.start()
 
     def close(self) -> None:
-        """Ends the thread."""
         self.closed.set()
         self.thread.join(1.0)
 

@@ -56,7 +56,6 @@ class Scan(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """The number of chunks."""
         return self.steps.shape[2] // self.length
 
     @property

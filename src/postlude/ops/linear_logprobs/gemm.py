@@ -19,7 +19,6 @@ def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Returns a context without autocast."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()

@@ -171,7 +171,6 @@ class TopKLogits:
 
     @staticmethod
     def empty(rows: int, k: int, dtype: torch.dtype, device: torch.device) -> TopKLogits:
-        """Returns empty entries."""
         ids = torch.full((rows, k), -1, dtype=torch.int64, device=device)
         return TopKLogits(torch.full((rows, k), -torch.inf, dtype=dtype, device=device), ids)
 

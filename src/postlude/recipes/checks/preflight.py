@@ -152,17 +152,14 @@ class PreflightInputs:
 
     @cached_property
     def size(self) -> int:
-        """Number of parameters."""
         return total_parameters(self.model[1])
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer."""
         return self.config.load_tokenizer()
 
     @property
     def dtype(self) -> torch.dtype:
-        """Compute dtype."""
         default = "bfloat16" if self.launch.device == "cuda" else "float32"
         dtype: torch.dtype = getattr(torch, self.config.dtype or default)
         return dtype

@@ -36,7 +36,6 @@ class DatasetPath(Settings):
         return dataset_files(self.path, self.config, self.split)
 
     def read(self) -> Rows:
-        """Returns every row."""
         return read_rows(self.path, config=self.config, split=self.split)
 
 

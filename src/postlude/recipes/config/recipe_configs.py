@@ -229,7 +229,6 @@ class DistillConfig(SupervisedConfig):
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences of an optimizer step."""
         return self.batch_size * (self.data.samples_per_prompt if isinstance(self.data, OnPolicyData) else 1)
 
     @model_validator(mode="after")

@@ -79,7 +79,6 @@ class FunctionRewardSettings(WeightSettings):
     """Seconds after which a call counts as failed; none takes environment.timeout."""
 
     def build(self, calls: RewardCalls) -> Reward:
-        """Returns the reward."""
         options = {"group": self.group, "batch_size": self.batch_size, "concurrency": self.concurrency}
         return calls.function(self.function, timeout=self.timeout, **options)
 
@@ -164,7 +163,6 @@ class JudgeSettings(WeightSettings):
         return Verdict(self.pattern, self.scores, self.lowest, self.highest)
 
     def build(self, calls: RewardCalls) -> Reward:
-        """Returns the reward."""
         from postlude.rollout.judge import JudgeReward  # imports asyncio
 
         settings = self.model_dump(exclude={"weight", "pattern", "scores", "lowest", "highest"})

@@ -166,7 +166,6 @@ class RolloutSampler:
         return TrajectoryGroup.of(task, number, prompt, params, samples, source, self._trainer_state)
 
     def start(self, group: TrajectoryGroup) -> None:
-        """Starts all trajectories of a group."""
         self.conversations.start(group)
 
     def wait(self, done: Callable[[], bool]) -> None:

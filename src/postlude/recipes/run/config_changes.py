@@ -119,7 +119,6 @@ def is_covered(path: str, by: Collection[str]) -> bool:
 
 
 def describe_differences(differing: list[tuple[str, Any, Any]]) -> str:
-    """Describes differences."""
     words = [
         f"{path} is {format_value(old)} there and {format_value(new)} here" for path, old, new in differing[:SHOWN]
     ]

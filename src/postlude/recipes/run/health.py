@@ -39,7 +39,6 @@ class Health:
         self.initial_weight_norm, self.skipped = extra["initial_weight_norm"], dict(extra["skipped"])
 
     def check_rewards(self, trajectories: Sequence[Trajectory], step: int) -> None:
-        """Checks the rewards of a step."""
         errors = [score.error for trajectory in trajectories if (score := trajectory.score) is not None and score.error]
         failed, limit = len(errors) / len(trajectories), self.limits.failed_rewards
         if failed == 1.0 and not self._any_scored:

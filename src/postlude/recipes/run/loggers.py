@@ -84,7 +84,6 @@ class TensorBoard:
         self._writer.flush()
 
     def close(self) -> None:
-        """Closes the file."""
         self._writer.close()
 
 

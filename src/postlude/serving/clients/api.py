@@ -79,7 +79,6 @@ class ServerAPI(ABC):
         return None
 
     async def is_paused(self, send: SendRequest) -> bool:
-        """Whether generation is paused."""
         return False
 
     async def weights_checksum(self, send: SendRequest) -> str | None:

@@ -150,7 +150,6 @@ class GenerationClient:
         return request_id
 
     def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
-        """Returns completions finished since the last call. Waits up to `timeout` seconds for one, forever if None."""
         finished = []
         try:
             finished.append(self._finished.get(timeout is None or timeout > 0, timeout))

@@ -35,7 +35,6 @@ class LlamaCppAPI(ServerAPI):
         return length if isinstance(length, int) and length > 0 else None
 
     async def generate(self, send: SendRequest, model: str, request: Request) -> Completion:
-        """Returns one completion."""
         sampling = request.sampling
         body: dict[str, Any] = {
             "prompt": list(request.prompt),

@@ -35,7 +35,6 @@ class OpenAIAPI(ServerAPI):
             return None
 
     async def generate(self, send: SendRequest, model: str, request: Request) -> Completion:
-        """Returns one completion."""
         body = {
             "model": model,
             "prompt": list(request.prompt),
@@ -69,7 +68,6 @@ def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def only_choice(reply: Any) -> Mapping[str, Any]:
-    """Returns the one choice of a reply."""
     choices = reply.get("choices") if isinstance(reply, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         count = f"{len(choices)} choices" if isinstance(choices, list) else "no choices"

@@ -42,7 +42,6 @@ class PostludeAPI(ServerAPI):
     has_logit_rules = True
 
     async def generate(self, send: SendRequest, model: str, request: Request) -> Completion:
-        """Returns one completion."""
         body = {
             "model": model,
             "prompt": list(request.prompt),

@@ -17,7 +17,6 @@ class SGLangAPI(ServerAPI):
     can_reload_weights = True
 
     async def generate(self, send: SendRequest, model: str, request: Request) -> Completion:
-        """Returns one completion."""
         sampling = request.sampling
         params: dict[str, Any] = {
             "max_new_tokens": sampling.max_new_tokens,

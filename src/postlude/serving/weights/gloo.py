@@ -46,7 +46,6 @@ class GlooChannel:
         self._work: dist.Work | None = None
 
     def start_send(self, data: Tensor) -> None:
-        """Starts to send bytes."""
         assert self._group is not None, "the channel is closed"
         try:
             self._work = self._group.broadcast(data, 0)
