@@ -17,9 +17,11 @@ from postlude import Batch, Engine, LanguageModel, Layout, Loss, ModelConfig, Ou
 from postlude.data import plan_bins, scatter_add, shard_context
 from postlude.data.bins import BinPlan, find_shared_prefixes
 from postlude.data.packing import build_microbatches, read_content
-from postlude.engine.batch_sharding import shard_batch
+from postlude.engine import EngineOptions
+from postlude.engine.batch_sharding import shard_batch, supported_sharing
 from postlude.lora import LoRA
-from postlude.model.blocks import AttentionConfig, MoEConfig, SlidingAttentionConfig
+from postlude.model.blocks import BLOCKS, Attention, AttentionConfig, Block, MoEConfig, SlidingAttentionConfig
+from postlude.model.context import ForwardContext
 from postlude.options import SharePrefixes
 from postlude.verify.cases import Case, batches
 from postlude.world.mesh import Axis
@@ -165,7 +167,7 @@ def results(model: LanguageModel, sequences: list[Tensor], share: SharePrefixes)
             loss = loss + depth.microbatch.sequence_sum(scores.logprob).square().sum()
         for name, value in zip(stats, (scores.logprob, scores.entropy, values), strict=True):
             scatter_add(microbatch, value.detach().double(), stats[name], shifted=False)
-        return loss
+        return loss / sum(lengths)
 
     for packed in build_microbatches(plan, indices, content, depths=1):
         microbatch = shard_context(packed, Axis())
@@ -184,6 +186,30 @@ def test_any_tree_equals_its_sequences_alone(sequences: list[Tensor]) -> None:
     expected = results(model, sequences, "off")
     for name, actual in results(model, sequences, "always").items():
         assert_equal(actual, expected[name], name)
+
+
+class Recent(Attention):
+    """An attention of its own, which may read other tokens in another way."""
+
+    def sublayer(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+        return super().sublayer(hidden, context)
+
+
+class Declared(Recent):
+    shares_prefixes = True
+
+
+def test_a_block_with_methods_of_its_own_shares_only_if_it_says_so() -> None:
+    def sharing(share: SharePrefixes, attention: type[Block], **options: Any) -> SharePrefixes:
+        table = {**BLOCKS, "*": attention}
+        return supported_sharing(EngineOptions(blocks=table, share_prefixes=share, **options), HYBRID)
+
+    assert sharing("auto", Attention) == sharing("auto", Declared) == "auto"
+    assert sharing("auto", Recent) == sharing("auto", Attention, batch_invariant=True) == "off"
+    with pytest.raises(ValueError, match="computes common tokens once, but Recent does not take them"):
+        sharing("always", Recent)
+    with pytest.raises(ValueError, match="batch_invariant keeps the bits of every sequence computed alone"):
+        sharing("always", Attention, batch_invariant=True)
 
 
 def computed_tokens(group: dist.ProcessGroup) -> tuple[int, list[int], list[int]]:

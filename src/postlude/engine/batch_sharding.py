@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from postlude.data.prefix_tree import PrefixOrder
 from postlude.engine.consistency import ConsistencyCheck, cpu_if_gloo
 from postlude.engine.normalizer import count_name
 from postlude.engine.options import EngineOptions
+from postlude.model.blocks import Block
 from postlude.model.config import ModelConfig
 from postlude.model.routing import check_experts
 from postlude.options import SharePrefixes
@@ -143,7 +145,7 @@ def supported_sharing(options: EngineOptions, config: ModelConfig) -> SharePrefi
     Raises ValueError if it cannot with "always".
     """
     blocks = (block for symbol, block in options.blocks.items() if symbol in config.pattern.kinds)
-    unable = next((block for block in blocks if not block.shares_prefixes), None)
+    unable = next((block for block in blocks if not _shares_prefixes(block)), None)
     if unable is None and not options.batch_invariant:
         return options.share_prefixes
     if options.share_prefixes == "always":
@@ -155,6 +157,16 @@ def supported_sharing(options: EngineOptions, config: ModelConfig) -> SharePrefi
         )
         raise ValueError(f'share_prefixes="always" computes common tokens once, but {reason}')
     return "off"
+
+
+def _shares_prefixes(block: type[Block]) -> bool:
+    """Whether a block declares that it takes shared tokens. A class with methods of its own declares it itself."""
+    for kind in block.__mro__:
+        if "shares_prefixes" in vars(kind):
+            return block.shares_prefixes
+        if any(isinstance(value, FunctionType) for value in vars(kind).values()):
+            return False
+    return False
 
 
 def scatter_batch(

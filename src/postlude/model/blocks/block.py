@@ -70,7 +70,8 @@ class Block(nn.Module):
     """The LoRA groups of its linear layers by name, "" for others. Any module may have it; the innermost applies."""
     supports_decoding: ClassVar[bool] = False
     """Whether it can decode with a cache (`context.decode_state`)."""
-    shares_prefixes: ClassVar[bool] = False  # whether it takes tokens that sequences share: `ForwardContext.trunk`
+    shares_prefixes: ClassVar[bool] = False
+    """Whether it takes tokens that sequences share (`ForwardContext.trunk`). A subclass with methods repeats it."""
     batch_invariant: ClassVar[bool] = False  # whether decoding gives the bits of its forward: `ops/batch_invariant.py`
 
     def __init__(self, config: BlockConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:

@@ -116,6 +116,7 @@ class GatedDelta(Recurrent):
     """Each tensor-parallel rank has its own heads. Under context parallelism each rank has whole sequences of some."""
 
     Config = GatedDeltaConfig
+    shares_prefixes = True
     never_fp8 = ("a_proj", "b_proj")  # they set how fast states decay
     decays = (0.01, 16.0)
     ones = ("head_norm.weight",)  # it has no offset

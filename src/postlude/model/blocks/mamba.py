@@ -141,6 +141,7 @@ class Mamba(Recurrent):
     """Each tensor-parallel rank has its own heads. Under context parallelism each rank has whole sequences of some."""
 
     Config = MambaConfig
+    shares_prefixes = True
     never_fp8 = ("dt_proj",)  # it sets how fast states decay
     # transformers' fused kernel ignores an adapter of out_proj, so peft refuses it.
     lora_groups: ClassVar[Mapping[str, LoRAGroup]] = {"": "attention", "out_proj": "named"}

@@ -54,7 +54,7 @@ class Recurrent(Block):
     Its decays come from `vectors`, among them A_log and dt_bias, which stay in fp32.
     """
 
-    supports_decoding = shares_prefixes = True
+    supports_decoding = True
     cuda_graphable = True
     vectors: PerHeadVectors
     decays: tuple[float, float]
