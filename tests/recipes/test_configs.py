@@ -170,10 +170,10 @@ def test_run_name_comes_from_its_config_or_its_recipe_and_model(tmp_path: Path) 
 def test_schedule_covers_all_optimizer_steps_by_default() -> None:
     grpo, decay = RECIPES["grpo"], ("--steps=10", "--minibatches=4", "--optimizer.schedule.shape=linear")
     warm = ("--warm_start.steps=7", "--warm_start.optimizer.schedule.shape=cosine")
-    assert [optimizer.schedule.steps for optimizer in grpo.read(None, [*decay, *warm]).optimizers] == [7, 40]
-    assert grpo.read(None, [*decay, "--optimizer.schedule.steps=50"]).optimizers[1].schedule.steps == 50
+    assert [optimizer.schedule.steps for optimizer in grpo.read(None, [*decay, *warm]).fit_optimizers()] == [7, 40]
+    assert grpo.read(None, [*decay, "--optimizer.schedule.steps=50"]).fit_optimizers()[1].schedule.steps == 50
     decayed = grpo.read(None, [*decay, "--optimizer.schedule.steps=10", "--optimizer.schedule.floor=0.1"])
-    assert decayed.optimizers[1].schedule.steps == 10, "then it stays at the floor"
+    assert decayed.fit_optimizers()[1].schedule.steps == 10, "then it stays at the floor"
     with pytest.raises(ConfigError, match=r"optimizer.schedule.steps is 10, but the run makes 40 optimizer steps: .*"):
         grpo.read(None, [*decay, "--optimizer.schedule.steps=10"])
     with pytest.raises(ConfigError, match=r"schedule\.steps is 3, but the run makes 5 optimizer steps"):

@@ -71,7 +71,7 @@ class GRPOTrainer(Trainer):
     """Groups with fewer trajectories are not trained on."""
 
     def __init__(self, config: PolicyConfig, device: str, runtime: Runtime = LOCAL_RUNTIME) -> None:
-        self.warm_start_optimizer, self.optimizer = config.optimizers
+        self.warm_start_optimizer, self.optimizer = config.fit_optimizers()
         initial_optimizer = self.warm_start_optimizer if config.warm_start.steps else self.optimizer
         super().__init__(config, device, initial_optimizer, runtime)
         self.warm_start_steps = config.warm_start.steps

@@ -107,7 +107,7 @@ class PolicyConfig(TrainingConfig):
     def _check(self) -> Self:
         check_sampling(self.sampling, self.budget, self.rollout)
         check_sampling(self.evaluation.sampling(self.sampling), self.budget, self.rollout, "evaluation")
-        self.optimizers  # noqa: B018 - refuses a schedule that does not fit
+        self.fit_optimizers()
         if self.reward_kl is not None and isinstance(self.objective, PolicyGradient) and self.objective.kl is not None:
             raise ValueError("reward_kl and objective.kl are two penalties for the same distance. Set one of them.")
         if self.replay_routing and not isinstance(self.rollout, NativeRollout):
@@ -193,9 +193,11 @@ class PolicyConfig(TrainingConfig):
                 'Use "token" or "sequence", or set objective.correction.'
             )
 
-    @property
-    def optimizers(self) -> tuple[AdamW | SGD, AdamW | SGD]:
-        """The optimizers of the warm start and of the policy, with schedules over their optimizer steps."""
+    def fit_optimizers(self) -> tuple[AdamW | SGD, AdamW | SGD]:
+        """Returns the optimizers of the warm start and of the policy, with schedules over their optimizer steps.
+
+        Raises ValueError for a schedule that does not fit.
+        """
         warm = self.warm_start
         first = fit_schedule(warm.optimizer, warm.steps, "warm_start.optimizer") if warm.steps else warm.optimizer
         return first, fit_schedule(self.optimizer, self.policy_updates, "optimizer")
@@ -311,7 +313,7 @@ class PPOConfig(PolicyConfig):
                 "dynamic_sampling replaces groups whose rewards are equal, but samples_per_prompt is 1. Raise that, or "
                 "set dynamic_sampling to 0."
             )
-        self.critic_optimizer  # noqa: B018 - refuses a schedule that does not fit
+        self.fit_critic_optimizer()
         return self
 
     @property
@@ -325,9 +327,11 @@ class PPOConfig(PolicyConfig):
         steps = self.steps if self.has_value_head else self.steps - self.critic.warmup
         return steps * self.epochs * self.minibatches
 
-    @property
-    def critic_optimizer(self) -> AdamW | SGD:
-        """The optimizer of a critic with a model of its own, with a schedule over its optimizer steps."""
+    def fit_critic_optimizer(self) -> AdamW | SGD:
+        """Returns the optimizer of a critic with a model of its own, with a schedule over its optimizer steps.
+
+        Raises ValueError for a schedule that does not fit.
+        """
         return fit_schedule(self.critic.optimizer, self.steps * self.epochs * self.minibatches, "critic.optimizer")
 
     @property

@@ -154,19 +154,18 @@ class JudgeSettings(WeightSettings):
     def _check(self) -> Self:
         if self.scores and (self.lowest is not None or self.highest is not None):
             raise ValueError("scores lists every score, so that lowest and highest bound nothing. Leave them out.")
-        self.verdict  # noqa: B018 - refuses a pattern without a group
+        self.build_verdict()
         return self
 
-    @property
-    def verdict(self) -> Verdict:
-        """How the score is read."""
+    def build_verdict(self) -> Verdict:
+        """Returns how the score is read. Raises ValueError for a pattern without a group."""
         return Verdict(self.pattern, self.scores, self.lowest, self.highest)
 
     def build(self, calls: RewardCalls) -> Reward:
         from postlude.rollout.judge import JudgeReward  # imports asyncio
 
         settings = self.model_dump(exclude={"weight", "pattern", "scores", "lowest", "highest"})
-        return JudgeReward(**settings, verdict=self.verdict, failed_reward=calls.failed_reward)
+        return JudgeReward(**settings, verdict=self.build_verdict(), failed_reward=calls.failed_reward)
 
 
 RewardKinds: TypeAlias = Annotated[
