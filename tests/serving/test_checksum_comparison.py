@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from postlude.serving.clients.client import GenerationClient
-from postlude.serving.weights.checksum_comparison import ChecksumComparison
+from postlude.serving.weights.sync import ChecksumComparison
 from tests.serving.fake_vllm import FakeVLLM, Refusal
 
 COMPARISONS: dict[GenerationClient, ChecksumComparison] = {}

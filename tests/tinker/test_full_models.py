@@ -18,7 +18,6 @@ from postlude.generate.sampling_params import SamplingParams
 from postlude.hf.load import load_tokenizer
 from postlude.tinker.backend import ModelLost, PassRequest, SampleRequest
 from postlude.tinker.datums import read_pass
-from postlude.tinker.memory import check_memory
 from postlude.tinker.messages import (
     Call,
     Cancel,
@@ -28,7 +27,7 @@ from postlude.tinker.messages import (
     SaveForSampler,
     SnapshotSampler,
 )
-from postlude.tinker.rank_models import RankModels
+from postlude.tinker.rank_models import RankModels, check_memory
 from postlude.tinker.settings import WorkerSettings
 from tests.conftest import Ranks
 

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from postlude.generate.sampling_params import SamplingParams
 from postlude.serving.request_body import Tokens
 from postlude.tinker.backend import AdamParams, LoRAConfig
-from postlude.tinker.token_checks import dense_from_csr
+from postlude.tinker.limits import dense_from_csr
 
 INT32 = 2**31 - 1
 SEED_BITS = 48

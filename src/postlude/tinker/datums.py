@@ -18,7 +18,7 @@ from postlude.data import Batch
 from postlude.engine.result import PassResult
 from postlude.objectives.summed import LOGPROBS, SUM, SUMMED_LOSSES, TARGETS, SummedLoss
 from postlude.tinker.backend import Datum, ForwardBackwardResult, PassRequest
-from postlude.tinker.token_checks import check_tokens, check_vocabulary
+from postlude.tinker.limits import check_tokens, check_vocabulary
 
 EXTRA_TOKENS = 1
 """A sequence of a batch has so many tokens more than a datum has inputs."""

@@ -20,8 +20,8 @@ from postlude.serving.http.replies import JSONReply, openai_error, openai_reply
 from postlude.serving.http.requests import unless_disconnected
 from postlude.tinker.app import TinkerApp
 from postlude.tinker.backend import SampledSequence, SampleProgress, SampleRequest
+from postlude.tinker.limits import check_prompt
 from postlude.tinker.sampling import Samplers, SamplingSession
-from postlude.tinker.token_checks import check_prompt
 
 if TYPE_CHECKING:
     from postlude.generate.protocol import Completion, Progress

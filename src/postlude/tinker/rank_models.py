@@ -1,10 +1,15 @@
-"""The models that clients train, on one rank. Every rank makes the same calls (SPMD)."""
+"""The models that clients train, on one rank. Every rank makes the same calls (SPMD).
+
+`check_memory` refuses to train all weights of another copy of a base model where its ranks have no room for it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +26,19 @@ from postlude.engine.result import PassResult
 from postlude.hf.linear_layers import linear_layers, shared_use
 from postlude.lora import AdapterConfig, LoRA
 from postlude.optimizer import AdamW
+from postlude.plan.memory import estimate_memory
+from postlude.plan.parameter_count import total_parameters
 from postlude.tinker.backend import AdamParams, LoRAConfig, ModelLost, ModelSpec
 from postlude.tinker.datums import Pass
-from postlude.tinker.memory import check_memory, free_memory
 from postlude.tinker.settings import WorkerSettings
+from postlude.world.agreement import gather_and_decide
 
 _log = logging.getLogger(__name__)
 ALPHA = 32.0
 """Of all adapters: the scale is alpha / rank."""
 STATE = "state"
 """The directory of the training state in that of a checkpoint."""
+GIB = 1024**3
 
 
 class AdapterModel:
@@ -239,3 +247,36 @@ def to_adamw(adam: AdamParams) -> AdamW:
         weight_decay=adam.weight_decay,
         max_grad_norm=adam.grad_clip_norm if adam.grad_clip_norm > 0 else None,
     )
+
+
+def check_memory(engine: Engine, free: int) -> None:
+    """Raises ValueError on every rank if one has too few bytes `free`. Every rank calls it.
+
+    A rank needs its part of weights, gradients and moments, and a whole copy in the compute dtype that samples.
+    """
+    estimates = estimate_memory(
+        engine.config,
+        replace(engine.options, lora=None),
+        compute_bytes=engine.compute_dtype.itemsize,
+    )
+    trained = max(estimate.lasting for estimate in estimates)
+    needed = trained + total_parameters(engine.config) * engine.compute_dtype.itemsize
+    smallest = min(gather_and_decide(lambda: free, list))
+    if needed > smallest:
+        raise ValueError(
+            f"training all weights of this model needs {needed / GIB:.3g} GiB on each rank, but {smallest / GIB:.3g} "
+            "GiB are free. Give a lora_config, end other models, or start the server with a --layout that shards more."
+        )
+
+
+def free_memory(device: torch.device) -> int:
+    """Returns the bytes that this rank may still use."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        sizes = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free = int(sizes["MemAvailable"].split()[0]) * 1024
+    else:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return free // dist.get_world_size()

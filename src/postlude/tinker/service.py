@@ -16,11 +16,10 @@ from postlude.tinker import bodies
 from postlude.tinker.backend import BaseModelInfo, SampleRequest, TinkerBackend
 from postlude.tinker.errors import storage_sentence
 from postlude.tinker.futures import JSON, Future, FutureStore, digest
-from postlude.tinker.limits import Limits
+from postlude.tinker.limits import Limits, check_prompt
 from postlude.tinker.paths import TinkerPath
 from postlude.tinker.sampling import Samplers, SamplingSession
 from postlude.tinker.state import Checkpoint, SamplerRecord, SessionRecord, StateDirectory, StateRecord
-from postlude.tinker.token_checks import check_prompt
 from postlude.tinker.training import TrainedModel, TrainingQueues
 
 LOG = logging.getLogger("postlude")

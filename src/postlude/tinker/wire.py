@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from postlude.serving.http.errors import HTTPError
 from postlude.tinker.backend import Datum, ForwardBackwardResult, LossInput, PassRequest, SampleResult, TopK
-from postlude.tinker.token_checks import check_tokens, dense_from_csr
+from postlude.tinker.limits import check_tokens, dense_from_csr
 from postlude.tinker.wire_messages import message_class
 
 ForwardBackwardRequest = message_class("ForwardBackwardRequest")

@@ -29,6 +29,7 @@ from postlude.hf.read_peft import from_peft
 from postlude.objectives.summed import SUMMED_LOSSES
 from postlude.tinker.backend import BaseModelInfo, ForwardBackwardResult, PassRequest
 from postlude.tinker.datums import EXTRA_TOKENS, Pass, read_pass, to_result
+from postlude.tinker.limits import check_prompt
 from postlude.tinker.messages import ERROR, PROGRESS, RAN, READY, RESULT, Call, Cancel, Sample, TrainingCommand
 from postlude.tinker.model_sampler import ModelSampler
 from postlude.tinker.prompt_scores import check_prompt_scores
@@ -36,7 +37,6 @@ from postlude.tinker.rank_connection import RankConnection, StagedPasses
 from postlude.tinker.rank_models import RankModels
 from postlude.tinker.rank_sampler import RankSampler, SampleCall, SampleEvents, SamplerWeights
 from postlude.tinker.settings import WorkerSettings
-from postlude.tinker.token_checks import check_prompt
 from postlude.world.agreement import Rank0Controller, if_picklable
 
 STEP_SECONDS = 0.05

@@ -21,9 +21,8 @@ from postlude.serving.clients.api import TensorSpecs
 from postlude.serving.clients.client import GenerationClient
 from postlude.serving.clients.remote_server import WeightsVersion
 from postlude.serving.clients.vllm import SEND_BYTES
-from postlude.serving.weights.channel import Channel, ChannelRendezvous, open_all, send_all
+from postlude.serving.weights.channel import Channel, ChannelRendezvous, GlooRendezvous, open_all, send_all
 from postlude.serving.weights.coordinator import TransferCoordinator, TransferTarget, assign_ranks
-from postlude.serving.weights.gloo import GlooRendezvous
 from postlude.serving.weights.nccl import NCCLRendezvous
 from postlude.world.agreement import gather_and_decide, on_rank0
 
