@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from postlude.model.recompute import recomputed
+from postlude.ops import segment_attention as segments
 from postlude.ops.attention import ScoreConfig
 from postlude.ops.kernels import attention as attention_kernels
 from postlude.ops.kernels.attention import AttentionTile, AttentionTiles, triton_attention
@@ -82,6 +83,52 @@ def test_segments_see_what_they_continue(heads, kv_heads, widths, window, softca
     scores = ScoreConfig(scale=0.4, window=window, softcap=softcap)
     run = functools.partial(attention, tiles=tiles)
     assert_alike(run, dense_along_paths, inputs, packing, packing, scores, tolerance)
+
+
+class Rectangles:
+    """Attention of queries that see all keys, written out."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def weights(self, query, key, scale):
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], 1).float()
+        return torch.einsum("qhd,khd->qhk", query.float(), key) * scale
+
+    def forward(self, query, key, value, scale):
+        self.calls += 1
+        scores = self.weights(query, key, scale)
+        value = value.repeat_interleave(query.shape[1] // key.shape[1], 1).float()
+        return torch.einsum("qhk,khd->qhd", scores.softmax(-1), value).to(query.dtype), scores.logsumexp(-1)
+
+    def backward(self, gradient, query, key, value, output, lse, scale):
+        group = query.shape[1] // key.shape[1]
+        weights = (self.weights(query, key, scale) - lse[..., None]).exp()
+        repeated = [tensor.repeat_interleave(group, 1).float() for tensor in (key, value)]
+        delta = (gradient.float() * output.float()).sum(-1, keepdim=True)
+        slopes = weights * (torch.einsum("qhd,khd->qhk", gradient.float(), repeated[1]) - delta) * scale
+        grad_query = torch.einsum("qhk,khd->qhd", slopes, repeated[0])
+        grad_key = torch.einsum("qhk,qhd->khd", slopes, query.float()).unflatten(1, (-1, group)).sum(2)
+        grad_value = torch.einsum("qhk,qhd->khd", weights, gradient.float()).unflatten(1, (-1, group)).sum(2)
+        return tuple(tensor.to(query.dtype) for tensor in (grad_query, grad_key, grad_value))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_rectangles_of_another_kernel_are_merged(monkeypatch: pytest.MonkeyPatch, sinks: bool) -> None:
+    monkeypatch.setattr(segments, "LENGTH_STEP", 16)  # two of three rectangles leave keys to the kernels
+    lengths = (40, 35, 33, 17, 5, 16, 1, 20, 3)
+    packing = Packing.from_lengths(lengths, DEVICE, parents=TREE)
+    dtype, tolerance = (torch.bfloat16, 1e-2) if DEVICE == "cuda" else (torch.float32, 1e-5)
+    operands = tensors(4, 2, 16, lengths, lengths, value_width=16, dtype=dtype, device=DEVICE)
+    inputs = [tensor.detach().requires_grad_() for tensor in operands[: 4 if sinks else 3]]
+    kernel = Rectangles()
+
+    def run(query, key, value, queries, _, scores):
+        options = {"rectangle_kernel": kernel, "min_rows": 16, "tiles": SMALL}
+        return segments.segment_attention(query, key, value, queries, scores, **options)
+
+    assert_alike(run, dense_along_paths, inputs, packing, packing, ScoreConfig(scale=0.4), tolerance)
+    assert kernel.calls == 3
 
 
 def test_a_window_that_hides_keys_of_a_path_is_refused() -> None:

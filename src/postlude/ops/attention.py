@@ -19,6 +19,7 @@ from postlude.ops.batch_invariant import is_batch_invariant
 from postlude.ops.invariant_attention import invariant_attention
 from postlude.ops.kernels.capabilities import use_kernel
 from postlude.ops.packing import Packing, to_device
+from postlude.ops.segment_attention import segment_attention
 
 FLASH_WIDTH = 256  # the widest head of flash attention
 FLASH_STEP = 8  # head sizes are multiples of this
@@ -128,11 +129,12 @@ def triton_packed_attention(
     query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, score_config: ScoreConfig
 ) -> Tensor:
     """Attends to all sequences at once with the Triton kernels, for any config. CUDA, bf16 or fp16."""
-    if queries.parents is None:
-        _check_lengths(queries, keys)
+    if queries.parents is not None:
+        return segment_attention(query, key, value, queries, score_config)
+    _check_lengths(queries, keys)
     if queries.count == 0:
         return _empty_output(query, key, value, score_config)
-    plain = queries is keys and queries.parents is None and not is_batch_invariant()
+    plain = queries is keys and not is_batch_invariant()
     if plain and queries.max_length >= CUDNN_MIN_LENGTH and prefers_cudnn(query, value, queries, score_config):
         return _split_long(query, key, value, queries, score_config)
     from postlude.ops.kernels.attention import triton_attention  # needs triton

@@ -67,12 +67,23 @@ class Packing:
     @property
     def longest_path(self) -> int:
         """The length of the longest sequence, with what its segment continues."""
-        if self.parents is None:
-            return self.max_length
-        ends: list[int] = []
-        for length, parent in zip(self.lengths, self.parents, strict=True):
-            ends.append(length + (ends[parent] if parent >= 0 else 0))
-        return max(ends, default=0)
+        paths = zip(self.lengths, self.paths_above(), strict=True)
+        return max((length + sum(self.lengths[above] for above in path) for length, path in paths), default=0)
+
+    def paths_above(self) -> list[tuple[int, ...]]:
+        """Returns the segments that each segment continues, from the first on."""
+        paths: list[tuple[int, ...]] = []
+        for parent in self.parents or (-1,) * self.count:
+            paths.append(() if parent < 0 else (*paths[parent], parent))
+        return paths
+
+    def tree_lengths(self) -> list[int]:
+        """Returns the number of tokens of each segment and of all that continue it."""
+        tokens = list(self.lengths)
+        for segment, path in reversed(list(enumerate(self.paths_above()))):
+            if path:
+                tokens[path[-1]] += tokens[segment]
+        return tokens
 
     def slices(self) -> list[tuple[int, int]]:
         """Returns `(start, stop)` of each sequence, as host integers."""
@@ -107,6 +118,27 @@ class Packing:
     def to(self, device: torch.device | str) -> Packing:
         """Returns the same packing with `cu_seqlens` on `device`."""
         return Packing(self.lengths, to_device(self.cu_seqlens, device), self.parents)
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """Queries that all see the same keys: the rows of segments that continue a segment, and its first rows."""
+
+    segment: int
+    first_key: int
+    keys: int
+    first_query: int
+    queries: int
+
+    @property
+    def key_rows(self) -> slice:
+        """The rows of the keys."""
+        return slice(self.first_key, self.first_key + self.keys)
+
+    @property
+    def query_rows(self) -> slice:
+        """The rows of the queries."""
+        return slice(self.first_query, self.first_query + self.queries)
 
 
 def to_device(tensor: Tensor, device: torch.device | str | None) -> Tensor:

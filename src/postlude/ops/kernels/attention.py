@@ -29,9 +29,10 @@ from postlude.ops.kernels import invariant_attention
 from postlude.ops.kernels.attention_device import forward_kernel, key_gradient_kernel, query_gradient_kernel
 from postlude.ops.kernels.capabilities import gpu_of
 from postlude.ops.kernels.launch import Launcher
-from postlude.ops.packing import Packing, to_device
+from postlude.ops.packing import Packing, Rectangle, to_device
 
 Array = NDArray[np.int64]
+
 
 # Bytes of shared memory for the tiles that were measured on an H200. GPUs with less get smaller ones, which fit in
 # 99 KiB and were not measured.
@@ -124,7 +125,9 @@ def _tile_offsets(packing: Packing, step: int) -> tuple[Array, Array]:
     return sequence, (np.arange(len(sequence)) - (counts.cumsum() - counts)[sequence]) * step
 
 
-def _query_table(queries: Packing, keys: Packing, window: int | None, step: int) -> Array:
+def _query_table(
+    queries: Packing, keys: Packing, window: int | None, step: int, rectangles: tuple[Rectangle, ...] = ()
+) -> Array:
     """[tiles, 4]: first row, rows to the sequence's end, first row of its keys, position of the first query.
 
     With parents [tiles, 6]: also the first run of keys in front of the segment, and their number.
@@ -135,28 +138,34 @@ def _query_table(queries: Packing, keys: Packing, window: int | None, step: int)
     visible_keys = np.minimum(position + np.minimum(rows_left, step), (window or keys.max_length) + step)
     if queries.parents is None:
         return _longest_first(visible_keys, first + offset, rows_left, key, position)
-    run_lengths = [[queries.lengths[segment] for segment in path] for path in _paths_above(queries)]
-    tokens_above, run_counts = np.array([*map(sum, run_lengths)]), np.array([*map(len, run_lengths)])
+    runs_above = _runs_above(queries, rectangles)
+    tokens_above = np.array([sum(length for _, length in runs) for runs in runs_above])
+    run_counts = np.array([*map(len, runs_above)])
     runs = run_counts.cumsum() - run_counts, run_counts
     columns = first + offset, rows_left, key, position, *(column[sequence] for column in runs)
     return _longest_first(visible_keys + tokens_above[sequence], *columns)
 
 
-def _run_table(queries: Packing, keys: Packing, window: int | None, step: int) -> Array:
-    """[runs, 2], first row and length of each segment in front of each segment."""
-    above = np.array([segment for path in _paths_above(queries) for segment in path], dtype=np.int64)
-    return np.stack(_starts_and_lengths(queries, above), 1).astype(np.int32)
+def _run_table(
+    queries: Packing, keys: Packing, window: int | None, step: int, rectangles: tuple[Rectangle, ...]
+) -> Array:
+    """[runs, 2], first row and length of the keys in front of each segment, those of `rectangles` left out."""
+    runs = [run for runs in _runs_above(queries, rectangles) for run in runs]
+    return np.array(runs or [(0, 0)], dtype=np.int32)
 
 
-def _paths_above(queries: Packing) -> list[tuple[int, ...]]:
-    """Returns the segments in front of each segment."""
-    paths: list[tuple[int, ...]] = []
-    for parent in queries.parents or ():
-        paths.append(() if parent < 0 else (*paths[parent], parent))
-    return paths
+def _runs_above(queries: Packing, rectangles: tuple[Rectangle, ...]) -> list[list[tuple[int, int]]]:
+    skipped = {rectangle.segment: rectangle.keys for rectangle in rectangles}
+    rests = [
+        (start + skipped.get(s, 0), stop - start - skipped.get(s, 0))
+        for s, (start, stop) in enumerate(queries.slices())
+    ]
+    return [[rests[segment] for segment in path if rests[segment][1]] for path in queries.paths_above()]
 
 
-def _key_table(queries: Packing, keys: Packing, window: int | None, step: int) -> Array:
+def _key_table(
+    queries: Packing, keys: Packing, window: int | None, step: int, rectangles: tuple[Rectangle, ...] = ()
+) -> Array:
     """[tiles, 6]: first row, rows to the sequence's end, position, first query row, queries, keys before the first.
 
     With parents the queries are those of the segment and of all that continue it, which follow it: a query sees a key
@@ -166,11 +175,10 @@ def _key_table(queries: Packing, keys: Packing, window: int | None, step: int) -
     (first, count), (key, key_count) = (_starts_and_lengths(packing, sequence) for packing in (queries, keys))
     before = key_count - count
     if queries.parents is not None:
-        tokens = np.array(queries.lengths)
-        for segment in reversed(range(len(tokens))):
-            if queries.parents[segment] >= 0:
-                tokens[queries.parents[segment]] += tokens[segment]
-        count = tokens[sequence]
+        skipped = np.zeros(queries.count, dtype=np.int64)
+        for rectangle in rectangles:
+            skipped[rectangle.segment] = rectangle.keys
+        count = np.where(offset < skipped[sequence], count, np.array(queries.tree_lengths())[sequence])
         return _longest_first(count - offset, key + offset, key_count - offset, offset, first, count, before)
     query_count = np.minimum(count - np.maximum(offset - before, 0), (window or keys.max_length) + step)
     return _longest_first(query_count, key + offset, key_count - offset, offset, first, count, before)
@@ -186,13 +194,13 @@ def _longest_first(work: Array, *columns: Array) -> Array:
     return np.stack(columns, 1)[np.argsort(-work, kind="stable")].astype(np.int32)
 
 
-def _table(make: Any, queries: Packing, keys: Packing, window: int | None, step: int) -> Tensor:
+def _table(make: Any, call: AttentionCall, step: int) -> Tensor:
     """Returns the table on the device. It is made once for all layers with the same packing, window and step."""
-    table_key = (make.__name__, keys.lengths, window, step)
+    queries, keys = call.queries, call.keys
+    table_key = (make.__name__, keys.lengths, call.window, step, call.rectangles)
     if table_key not in queries.tables:
-        queries.tables[table_key] = to_device(
-            torch.from_numpy(make(queries, keys, window, step)), queries.cu_seqlens.device
-        )
+        array = make(queries, keys, call.window, step, call.rectangles)
+        queries.tables[table_key] = to_device(torch.from_numpy(array), queries.cu_seqlens.device)
     table: Tensor = queries.tables[table_key]
     return table
 
@@ -247,6 +255,8 @@ class AttentionCall:
     window: int | None
     softcap: float | None
     tiles: AttentionTiles
+    rectangles: tuple[Rectangle, ...] = ()
+    """What is left out, since another kernel computes it."""
 
     @classmethod
     def of(
@@ -258,6 +268,7 @@ class AttentionCall:
         window: int | None,
         softcap: float | None,
         tiles: AttentionTiles | None = None,
+        rectangles: tuple[Rectangle, ...] = (),
     ) -> AttentionCall:
         """Builds the call for `inputs` (query, key, value), with the tiles for their widths unless given."""
         needed_window = None if window is not None and window >= keys.longest_path else window
@@ -265,12 +276,12 @@ class AttentionCall:
             raise ValueError(
                 f"a window of {window} tokens hides keys of segments that others continue. Gather the keys of paths."
             )
-        return cls(queries, keys, scale, needed_window, softcap, tiles or tiles_for(*inputs))
+        return cls(queries, keys, scale, needed_window, softcap, tiles or tiles_for(*inputs), rectangles)
 
     @property
     def runs(self) -> Tensor | None:
         """The runs of keys in front of segments; None where sequences share nothing."""
-        return None if self.queries.parents is None else _table(_run_table, self.queries, self.keys, None, 0)
+        return None if self.queries.parents is None else _table(_run_table, self, 0)
 
     @property
     def numbers(self) -> tuple[float, int, float]:
@@ -292,12 +303,12 @@ def forward(
     )
     if is_batch_invariant():
         step = invariant_attention.ROWS // invariant_attention.packed_heads(group)
-        table = _table(_query_table, attention_call.queries, attention_call.keys, attention_call.window, step)
+        table = _table(_query_table, attention_call, step)
         output, lse = torch.ops.postlude.invariant_attention(query, key, value, sinks, table, *score_options)
         return output, lse
     tile = attention_call.tiles.forward
     pack = _packed_heads(group, tile.rows)
-    table = _table(_query_table, attention_call.queries, attention_call.keys, attention_call.window, tile.rows // pack)
+    table = _table(_query_table, attention_call, tile.rows // pack)
     tile_sizes = [tile.rows, tile.keys, tile.warps, tile.stages, tile.tma]
     runs = attention_call.runs
     output, lse = torch.ops.postlude.attention(query, key, value, sinks, table, runs, *score_options, tile_sizes)
@@ -315,7 +326,7 @@ def backward(
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Returns the gradients of query, key, value and sinks."""
-    queries, keys, window, softcap = call.queries, call.keys, call.window, call.softcap
+    window, softcap = call.window, call.softcap
     gradient = gradient.contiguous()
     heads, group = query.shape[1], query.shape[1] // key.shape[1]
     grad_query, grad_key, grad_value = (
@@ -326,7 +337,7 @@ def backward(
 
     tile = call.tiles.queries
     pack = _packed_heads(group, tile.rows)
-    table = _table(_query_table, queries, keys, window, tile.rows // pack)
+    table = _table(_query_table, call, tile.rows // pack)
     _launch_query_gradient(
         (heads // pack * len(table), 1, 1),
         (
@@ -340,7 +351,7 @@ def backward(
     )
     tile = call.tiles.keys
     pack = _packed_heads(group, tile.rows)
-    table = _table(_key_table, queries, keys, window, tile.keys)
+    table = _table(_key_table, call, tile.keys)
     operands = [_as_operand(tensor, tile.rows // pack, pack, tile) for tensor in (query, gradient)]
     _launch_key_gradient(
         (key.shape[1] * len(table), 1, 1),
