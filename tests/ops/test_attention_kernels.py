@@ -13,6 +13,7 @@ from postlude.ops.attention import (
     triton_packed_attention,
 )
 from postlude.ops.packing import Packing
+from postlude.ops.segment_attention import CUDNN_MIN_ROWS, find_rectangles
 from tests.ops.test_attention import assert_alike, dense, on_cuda
 
 LENGTHS, PART = (130, 1, 517, 64), (65, 1, 130, 1)
@@ -63,3 +64,28 @@ def test_long_sequences_among_short_ones_equal_float64(lengths) -> None:
     assert_alike(
         triton_packed_attention, reference_attention, inputs, packing, packing, ScoreConfig(scale=0.125), tolerance=1e-2
     )
+
+
+def attention_along_paths(query, key, value, packing, _, scores):
+    """The reference: every segment's queries, and the keys of its path."""
+    rows = [torch.arange(*part) for part in packing.slices()]
+    paths = [
+        torch.cat([*(rows[above] for above in path), own])
+        for path, own in zip(packing.paths_above(), rows, strict=True)
+    ]
+    queries, keys = (Packing.from_lengths(lengths, "cuda") for lengths in (packing.lengths, [*map(len, paths)]))
+    gathered = torch.cat(paths).cuda()
+    return reference_attention(query, key[gathered], value[gathered], queries, keys, scores)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("widths", "softcap"), [((128, 128), None), ((64, 64), None), ((192, 128), 20.0)])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_segments_equal_float64(widths, softcap, sinks) -> None:
+    """The first has a rectangle of queries and keys for cuDNN, if there is no softcap."""
+    lengths = (4700, 2500, 700, 1900, 300, 100, 50)
+    packing = Packing.from_lengths(lengths, "cuda", parents=(-1, 0, 1, 0, 3, -1, 5))
+    assert len(find_rectangles(packing, CUDNN_MIN_ROWS)) == 1
+    inputs = on_cuda(widths, sinks, lengths, lengths, 4, 2)
+    scores = ScoreConfig(scale=0.125, softcap=softcap)
+    assert_alike(triton_packed_attention, attention_along_paths, inputs, packing, packing, scores, tolerance=1e-2)
