@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from postlude.ops.attention import ScoreConfig, attend, reference_attention, triton_packed_attention, varlen_attention
+from postlude.ops.attention import (
+    ScoreConfig,
+    attend,
+    attends_along_paths,
+    reference_attention,
+    triton_packed_attention,
+    varlen_attention,
+)
+from postlude.ops.batch_invariant import batch_invariant
 from postlude.ops.packing import Packing
 from tests.equality import TOLERANCE, assert_equal
 
@@ -172,6 +180,17 @@ def on_cuda(widths, sinks, part, lengths, heads: int, kv_heads: int) -> list[Ten
         heads, kv_heads, widths[0], part, lengths, value_width=widths[1], device="cuda", dtype=torch.bfloat16
     )
     return [tensor.detach().requires_grad_() for tensor in inputs[: 4 if sinks else 3]]
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_segments_that_continue_others_are_refused_where_no_kernel_takes_them(invariant: bool) -> None:
+    packing = Packing.from_lengths((3, 2), parents=(-1, 0))
+    query, key, value, _ = tensors(2, 1, 8, packing.lengths, packing.lengths)
+    scores = ScoreConfig(scale=0.4)
+    with batch_invariant(invariant):
+        assert not attends_along_paths(query, (8, 8), packing, scores)
+        with pytest.raises(ValueError, match="has no segments that continue others"):
+            attend(query, key, value, packing, packing, scores)
 
 
 @pytest.mark.gpu

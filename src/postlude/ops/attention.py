@@ -47,10 +47,10 @@ def _attend_invariant(
     query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, score_config: ScoreConfig
 ) -> Tensor:
     """Attends with results that do not depend on the other sequences."""
+    _check_lengths(queries, keys)
     half = query.dtype in (torch.bfloat16, torch.float16) and max(query.shape[-1], value.shape[-1]) <= FLASH_WIDTH
     if half and query.is_cuda and use_kernel("invariant_attention", "auto", query.device, query.dtype):
         return triton_packed_attention(query, key, value, queries, keys, score_config)
-    _check_lengths(queries, keys)
     if queries.count == 0:
         return _empty_output(query, key, value, score_config)
     return invariant_attention(query, key, value, queries, keys, score_config, reference_attention)

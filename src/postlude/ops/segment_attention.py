@@ -58,8 +58,14 @@ def segment_attention(
     rectangles = () if rectangle_kernel is None else find_rectangles(packing, min_rows)
     config = score_config
     if not rectangles:
-        options = {"scale": config.scale, "window": config.window, "softcap": config.softcap, "sinks": config.sinks}
-        return triton_attention(query, key, value, packing, packing, **options, tiles=tiles)
+        return triton_attention(
+            *(query, key, value, packing, packing),
+            scale=config.scale,
+            window=config.window,
+            softcap=config.softcap,
+            sinks=config.sinks,
+            tiles=tiles,
+        )
     inputs = query, key, value
     call = AttentionCall.of(inputs, packing, packing, config.scale, config.window, None, tiles, rectangles)
     output: Tensor = _Merged.apply(*inputs, config.sinks, call, rectangle_kernel)
@@ -72,7 +78,14 @@ def _cudnn_supports(query: Tensor, value: Tensor, score_config: ScoreConfig) -> 
 
 
 def find_rectangles(packing: Packing, min_rows: int) -> tuple[Rectangle, ...]:
-    """Returns the rectangles of at least so many queries and keys."""
+    """Returns the rectangles of at least so many queries and keys. They are found once for all layers."""
+    if ("rectangles", min_rows) not in packing.tables:
+        packing.tables["rectangles", min_rows] = _rectangles(packing, min_rows)
+    found: tuple[Rectangle, ...] = packing.tables["rectangles", min_rows]
+    return found
+
+
+def _rectangles(packing: Packing, min_rows: int) -> tuple[Rectangle, ...]:
     tree_lengths, rectangles = packing.tree_lengths(), []
     for segment, ((start, stop), length) in enumerate(zip(packing.slices(), tree_lengths, strict=True)):
         keys = (stop - start) // length_step(stop - start) * length_step(stop - start)
