@@ -88,10 +88,6 @@ def change_config(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
-def resized(folder: Path) -> None:
-    change_config(folder, intermediate_size=512)
-
-
 @dataclass(frozen=True)
 class InvalidStart:
     """One user error: the setup in an empty folder, the command, its error text, and the corrected command."""
@@ -121,13 +117,6 @@ def good_rows() -> None:
 BAD = [
     # the layout
     sft("tp does not divide the heads", "--layout=tp=3", sentences=("8 heads", "tp=3", r"Use tp=2 or 4"), mended=SFT),
-    sft("more stages than layers", "--layout=pp=3,vpp=2", sentences=("4 layers", "6 stages", "Use 4 stages or fewer")),
-    sft(
-        "ep does not divide the experts",
-        "--model=tiny-moe",
-        "--layout=dp_shard=3,ep=3",
-        sentences=("8 experts", "ep=3", "Use ep=2 or 4"),
-    ),
     sft("experts spread where there are none", "--layout=tp=2,ep=2", sentences=("ep is 2", "no experts", "Use ep=1")),
     sft("another number of ranks", "--layout=tp=2", "--nproc=3", sentences=(r"tp=2\) runs on 2", "3 are", "Start 2")),
     sft(
@@ -141,7 +130,6 @@ BAD = [
         sentences=('"overlap" is "zb"', 'give true or false or "zero_bubble"'),
     ),
     sft("virtual stages alone", "--layout=vpp=2", sentences=("vpp=2", "at least 2", "Use vpp=1, or raise pp")),
-    sft("an axis that is none", "--layout=pq=2", sentences=("'pq' is not an axis", "the axes are pp, vpp")),
     # the model
     grpo(
         "experts replayed where there are none",
@@ -155,12 +143,6 @@ BAD = [
         mended=(*SFT, "--model=model"),
     ),
     sft(
-        "weights cut short",
-        "--model=model",
-        sentences=(r"model\.safetensors", "cut short", "Fetch it again"),
-        arrange=model(lambda folder: truncate(folder / "model.safetensors")),
-    ),
-    sft(
         "pickled weights",
         "--model=model",
         sentences=(r"pytorch_model\.bin", "never loaded", "convert them"),
@@ -172,18 +154,11 @@ BAD = [
         sentences=("gives token 899", "ends at 263", "own tokenizer"),
         arrange=model(other_tokenizer),
     ),
-    sft("weights of another size", "--model=model", sentences=("384", "512", "config needs"), arrange=model(resized)),
     sft(
         "a config with text for a number",
         "--model=model",
         sentences=(r"config\.json", "'hidden_size': TypeError", "int"),
         arrange=model(lambda folder: change_config(folder, hidden_size="wide")),
-    ),
-    sft(
-        "a broken config.json",
-        "--model=model",
-        sentences=(r"config\.json", "cannot be read"),
-        arrange=model(lambda folder: (folder / "config.json").write_text("{")),
     ),
     # the dataset
     sft("no such dataset", "--data.path=row.jsonl", sentences=(r"row\.jsonl", r"did you mean rows\.jsonl"), mended=SFT),
@@ -195,42 +170,15 @@ BAD = [
         mended=SFT,
     ),
     sft(
-        "a broken line",
-        sentences=(r"line 3 of rows\.jsonl is not JSON", "column 2"),
-        arrange=lambda: Path("rows.jsonl").write_text('{"text": "a"}\n\n{]\n'),
-    ),
-    sft(
-        "a line that is no UTF-8",
-        sentences=(r"line 2 of rows\.jsonl is not UTF-8", "at byte 10"),
-        arrange=lambda: Path("rows.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n'),
-    ),
-    sft(
         "a column of another name",
         sentences=('no column "prompt"', "promt", 'did you mean "promt"'),
         arrange=lambda: lines("rows.jsonl", {"promt": "a", "completion": "b"}),
         mended=(*SFT, "--data.prompt=promt"),
     ),
     sft(
-        "a row without a value",
-        sentences=(r'line 2 of rows\.jsonl has no value in column "messages"', "Fill it in"),
-        arrange=lambda: lines("rows.jsonl", {"messages": TALK}, {"messages": None}),
-    ),
-    sft(
-        "a content of null",
-        sentences=(r"message 0 \(user\) of line 2 of rows\.jsonl is null", "Give it text"),
-        arrange=lambda: first_turn(None),
-        mend=good_rows,
-        mended=SFT,
-    ),
-    sft(
         "a content with an image",
         sentences=(r"message 0 \(user\) of line 2", "models here read only text", "leave the row out"),
         arrange=lambda: first_turn([{"type": "text", "text": "2+2?"}, {"type": "image", "url": "sum.png"}]),
-    ),
-    sft(
-        "nothing to learn",
-        sentences=("line 1 of", "no message of the assistant", "Leave it out"),
-        arrange=lambda: lines("rows.jsonl", {"messages": TALK[:1]}),
     ),
     sft(
         "a row that is too long",
@@ -241,12 +189,6 @@ BAD = [
         ),
         arrange=lambda: first_turn("2" * 300),
         mended=(*SFT, "--data.overlong=drop"),
-    ),
-    sft(
-        "a damaged parquet file",
-        "--data.path=rows.parquet",
-        sentences=(r"rows\.parquet cannot be read as parquet",),
-        arrange=lambda: Path("rows.parquet").write_bytes(b"PAR1 not really PAR1"),
     ),
     sft(
         "more rows held out than there are",
@@ -267,30 +209,11 @@ BAD = [
         "--environment.reward=rewards.py:score",
         sentences=("rewards.py", r"did you mean reward\.py"),
     ),
-    grpo(
-        "drafts without a depth",
-        "--sampling.draft=mtp",
-        sentences=('draft="mtp"', "has none", "or mtp in a recipe"),
-    ),
+    grpo("drafts without a depth", "--sampling.draft=mtp", sentences=('draft="mtp"', "has none", "or mtp in a recipe")),
     grpo(
         "no such reward",
         "--environment.reward=reward.py:scores",
         sentences=("no scores", "did you mean score"),
-        mended=GRPO,
-    ),
-    grpo(
-        "a reward that names no function", "--environment.reward=score", sentences=('"score"', r"path/to/file\.py:name")
-    ),
-    grpo(
-        "a reward with a bad import",
-        sentences=(r"reward\.py cannot be run", "No module named 'nmupy'", "line 1"),
-        arrange=lambda: reward("import nmupy\ndef score(prompt, completion, example):\n    return 1.0\n"),
-    ),
-    grpo(
-        "a reward that returns too few",
-        sentences=(r"reward\.py:score returned 1 rewards for 2 completions", "a list with a reward for each", "Fix it"),
-        arrange=lambda: reward("def score(prompts, completions, **kwargs):\n    return [1.0]\n"),
-        mend=lambda: reward("def score(prompts, completions, **kwargs):\n    return [1.0 for _ in completions]\n"),
         mended=GRPO,
     ),
     grpo(
@@ -304,11 +227,6 @@ BAD = [
         arrange=lambda: reward("def score(prompt, completion, example):\n    return 1 / 0\n"),
         mend=lambda: reward("def score(prompt, completion, example):\n    return 1.0\n"),
         mended=GRPO,
-    ),
-    grpo(
-        "a reward that returns text",
-        sentences=("returned 'good'", "a reward is a number"),
-        arrange=lambda: reward("def score(prompt, completion, example):\n    return 'good'\n"),
     ),
     grpo(
         "a reward that hangs",
@@ -363,19 +281,7 @@ BAD = [
         arrange=lambda: lines("tasks.jsonl", {"prompt": "2"}, {"prompt": ""}),
     ),
     # objectives
-    sft(
-        "no such objective",
-        "--objective=mine.py:los",
-        sentences=("no los", "did you mean loss"),
-        mended=None,
-    ),
-    sft(
-        "no such setting of an objective",
-        "--objective=file",
-        "--objective.file=mine.py:loss",
-        "--objective.settings.scales=2",
-        sentences=(r"mine\.py:loss", 'no setting "scales"', 'did you mean "scale"'),
-    ),
+    sft("no such objective", "--objective=mine.py:los", sentences=("no los", "did you mean loss"), mended=None),
     sft("no such kind of objective", "--objective.kind=stf", sentences=("stf", "sft")),
     grpo(
         "no such key of an objective",
@@ -390,9 +296,6 @@ BAD = [
     ),
     # optimizers
     sft("a negative learning rate", "--optimizer.lr=-1", sentences=("lr", "-1"), mended=(*SFT, "--optimizer.lr=1e-4")),
-    sft("an infinite learning rate", "--optimizer.lr=inf", sentences=("lr", "inf")),
-    sft("a learning rate that is no number", "--optimizer.lr=nan", sentences=("lr", "nan")),
-    sft("a negative warm-up", "--optimizer.schedule.warmup=-1", sentences=("warmup", "-1")),
     grpo("negative steps of a warm start", "--warm_start.steps=-1", sentences=("steps", "-1")),
     # configs
     grpo(
@@ -410,12 +313,6 @@ BAD = [
     ),
     sft("a key that is none", "--optimzer.lr=1", sentences=("optimzer.lr", 'did you mean "optimizer.lr"')),
     InvalidStart("no such config", ("sft", "none.yaml"), (r"none\.yaml",)),
-    InvalidStart(
-        "a broken config",
-        ("sft", "broken.yaml"),
-        (r"broken\.yaml line 3 is not YAML",),
-        arrange=lambda: Path("broken.yaml").write_text("batch_size: 2\ndata: [\n"),
-    ),
     # the run's directory
     sft(
         "a file in its place",
@@ -429,7 +326,6 @@ BAD = [
         ("model", "holds"),
         mended=("convert", "tiny-moe", "other"),
     ),
-    InvalidStart("no run to report", ("report", "nowhere"), ("nowhere", r"no metrics\.jsonl")),
 ]
 
 

@@ -18,7 +18,7 @@ from postlude.data.batch import BatchSharding
 from postlude.engine.batch_sharding import _select_rows
 from postlude.layout import Layout
 from postlude.objectives import RewardKL
-from postlude.recipes.config.load import ConfigError, load, undocumented
+from postlude.recipes.config.load import ConfigError, load
 from postlude.recipes.config.policy_configs import PPOConfig
 from postlude.recipes.ppo import PPOTrainer, run
 from postlude.recipes.report.metrics import explain
@@ -234,7 +234,3 @@ def test_invalid_configs_are_refused(tmp_path: Path, override: str, sentence: st
     words = override.replace(" --", "\n--").split("\n")
     with pytest.raises(ConfigError, match=sentence):
         config_of(tmp_path, *words)
-
-
-def test_every_field_is_documented() -> None:
-    assert not undocumented(PPOConfig)

@@ -141,7 +141,6 @@ def test_run_with_sent_weights_equals_run_with_weights_from_disk(ranks: Ranks, t
     for sync in ("disk", "network"):
         with closing(TinyReceiver(tmp_path / f"{sync} server")) as server:
             chosen = (f"--rollout.urls=[{server.url}]", f"--rollout.sync={sync}")
-            (tmp_path / sync).mkdir()
             (rows[sync],) = ranks(
                 1, run_and_read_metrics, str(tmp_path / sync), *SHORT, "--rollout.kind=server", *chosen
             )
@@ -216,31 +215,6 @@ def test_full_disk_ends_a_run_with_clear_error_and_loses_nothing(ranks: Ranks, t
     assert [row["step"] for row in rows] == [1, 2, 3]
 
 
-@pytest.mark.thorough
-def test_run_that_lost_a_server_equals_one_that_did_not(ranks: Ranks, tmp_path: Path) -> None:
-    whole_run, broken = tmp_path / "whole", tmp_path / "broken"
-    whole_run.mkdir()
-    broken.mkdir()
-    with closing(TinyVLLM()) as server:
-        (rows,) = ranks(1, run_and_read_metrics, str(whole_run), *SHORT, f"--rollout={server.url}")
-        answers_left = iter(range(15))
-        server.before = lambda: server.kill() if next(answers_left, None) is None else None
-        ranks(
-            1,
-            run_losing_server,
-            str(broken),
-            *SHORT,
-            f"--rollout={server.url}",
-            "--rollout.retries=0",
-            "--rollout.outage_timeout=0",
-        )
-    with closing(TinyVLLM()) as another:
-        (resumed_rows,) = ranks(1, run_and_read_metrics, str(broken), *SHORT, f"--rollout={another.url}")
-    expected = [{name: value for name, value in row.items() if not name.startswith("servers/")} for row in rows]
-    actual = [{name: value for name, value in row.items() if not name.startswith("servers/")} for row in resumed_rows]
-    assert without_times(actual) == without_times(expected)
-
-
 def run_killing_server(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]:
     """Like `run_and_read_metrics`, but kills a server as soon as the first step is logged."""
     from postlude.serving.launch.launcher import LocalLauncher
@@ -270,8 +244,6 @@ def run_killing_server(group: Any, directory: str, *overrides: str) -> list[dict
 def test_grpo_with_launched_generators(ranks: Ranks, tmp_path: Path) -> None:
     """Completions equal the native generator's, also if a server is killed during the run."""
     native_run, server_run, broken = tmp_path / "here", tmp_path / "there", tmp_path / "broken"
-    for directory in (native_run, server_run, broken):
-        directory.mkdir()
     settings = (*SHORT, *VARIED_REWARDS, "--steps=4")
     (native,) = ranks(1, run_and_read_metrics, str(native_run), *settings)
     (rows,) = ranks(1, run_and_read_metrics, str(server_run), *settings, "--rollout=generators")
@@ -415,15 +387,8 @@ def test_launched_server_max_length_equals_the_budget(tmp_path: Path) -> None:
     def words(budget: int, *overrides: str) -> str:
         config = config_of(tmp_path, f"--budget={budget}", *overrides)
         rollout = config.rollout
-        program = build_server_command(
-            rollout,
-            "m",
-            torch.float32,
-            "cpu",
-            weights=False,
-            limit=sequence_limit(config, tiny),
-            model_limit=model_limit,
-        )
+        options = {"limit": sequence_limit(config, tiny), "model_limit": model_limit}
+        program = build_server_command(rollout, "m", torch.float32, "cpu", weights=False, **options)
         environment = [f"{name}={value}" for name, value in program.environment.items()]
         return " ".join([*program.command, *environment])
 
@@ -453,12 +418,15 @@ def test_launched_server_max_length_equals_the_budget(tmp_path: Path) -> None:
     )
 
 
+def command_of(rollout: Any, model: str = "m", *, weights: bool = True) -> Any:
+    limit = SequenceLimit(64)
+    return build_server_command(rollout, model, torch.float32, "cpu", weights=weights, limit=limit, model_limit=None)
+
+
 def test_cpu_vllm_leaves_memory_for_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def space(*overrides: str) -> str | None:
         rollout = config_of(tmp_path, "--rollout=vllm", *overrides).rollout
-        program = build_server_command(
-            rollout, "m", torch.float32, "cpu", weights=False, limit=SequenceLimit(64), model_limit=None
-        )
+        program = command_of(rollout, weights=False)
         return program.environment.get("VLLM_CPU_KVCACHE_SPACE")
 
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
@@ -471,9 +439,7 @@ def test_cpu_vllm_leaves_memory_for_the_trainer(tmp_path: Path, monkeypatch: pyt
 def test_vllm_gets_the_revision_of_a_hub_model(tmp_path: Path) -> None:
     rollout = config_of(tmp_path, "--rollout=vllm").rollout
     for model, names in {"org/m@v2": ["org/m", "--revision", "v2"], str(tmp_path): [str(tmp_path), "--host"]}.items():
-        command = build_server_command(
-            rollout, model, torch.float32, "cpu", weights=True, limit=SequenceLimit(64), model_limit=None
-        ).command
+        command = command_of(rollout, model).command
         start = command.index("--model") + 1
         assert list(command[start : start + len(names)]) == names
 
@@ -481,9 +447,7 @@ def test_vllm_gets_the_revision_of_a_hub_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "variable"), [("generators", "POSTLUDE_API_KEY"), ("vllm", "VLLM_API_KEY")])
 def test_launched_servers_have_a_secret_key(tmp_path: Path, kind: str, variable: str) -> None:
     rollout = config_of(tmp_path, f"--rollout={kind}").rollout
-    program = build_server_command(
-        rollout, "m", torch.float32, "cpu", weights=True, limit=SequenceLimit(64), model_limit=None
-    )
+    program = command_of(rollout, weights=True)
     assert program.key_variable == variable
     arguments = (tmp_path, f"--rollout={kind}", "--rollout.gpus=0", "--rollout.arguments=[--api-key,mine]")
     assert "the run makes its own key" in server_finding(*arguments)
@@ -492,9 +456,7 @@ def test_launched_servers_have_a_secret_key(tmp_path: Path, kind: str, variable:
 def test_a_launched_server_replies_only_to_its_run(tmp_path: Path) -> None:
     """It listens on this machine, and gets its key from its environment only."""
     rollout = config_of(tmp_path, "--rollout=generators").rollout
-    program = build_server_command(
-        rollout, "m", torch.float32, "cpu", weights=True, limit=SequenceLimit(64), model_limit=None
-    )
+    program = command_of(rollout, weights=True)
     generator = Generator(load_model("tiny-dense"), load_tokenizer("tiny-dense"))
     with serving(generator, key="secret") as (_, url):
         running = SimpleNamespace(
@@ -556,19 +518,6 @@ def test_evaluation_with_a_server_equals_the_native_one(
     native, *_ = ranks(size, evaluated, str(tmp_path / "native"), *common)
     served, *_ = ranks(size, evaluated, str(tmp_path / "served"), *common, f"--rollout={server.url}")
     assert served == native
-
-
-@pytest.mark.thorough
-def test_evaluation_with_launched_generators_equals_the_native_one(ranks: Ranks, tmp_path: Path) -> None:
-    """Several sampled completions per task: seeds and indices mean the same there."""
-    common = ("--environment.size=16", "--tasks=6", "--sampling.max_new_tokens=5", "--budget=512")
-    drawn = ("--samples_per_prompt=2", "--sampling.temperature=1")
-    native, *_ = ranks(2, evaluated, str(tmp_path / "native"), *common, *drawn)
-    served, *_ = ranks(2, evaluated, str(tmp_path / "served"), *common, *drawn, "--rollout=generators")
-    assert served == native
-    sample_files = [(tmp_path / name / "samples.jsonl").read_text() for name in ("native", "served")]
-    completions = [[json.loads(line)["completion"] for line in text.splitlines()] for text in sample_files]
-    assert completions[0] == completions[1]
 
 
 def distilled(group: Any, directory: str, *overrides: str) -> list[float]:

@@ -87,7 +87,7 @@ def contents(path: Path) -> dict[str, bytes]:
     return {name: (path / name).read_bytes() for name in FILES}
 
 
-@pytest.mark.parametrize("killed_at", [0, 1, 3, 4, 6, 8, 9])
+@pytest.mark.parametrize("killed_at", [0, 3, 4, 6, 9])
 @pytest.mark.parametrize("torn", ["", '{"step": 3, "loss": 0.', '{"step": 3}', "\x00\x00"])
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, killed_at: int, torn: str) -> None:
     with open_run(tmp_path / "whole", CONFIG) as run:
@@ -227,13 +227,8 @@ def test_error_names_a_broken_line(tmp_path: Path) -> None:
 def test_failed_write_names_the_file_and_keeps_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     write_atomic(path, b"old")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises(OSError, match=r"File too large: '.*/config\.yaml'"):
-            write_atomic(path, b"new" * 1000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with limit_file_size(1000), pytest.raises(OSError, match=r"File too large: '.*/config\.yaml'"):
+        write_atomic(path, b"new" * 1000)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"config.yaml": b"old"}
 
 

@@ -75,6 +75,7 @@ def dataset(directory: Path, command: str) -> Path:
 
 def config_of(command: str, directory: Path, *overrides: str) -> Any:
     recipe_options = {"distill": ["--teacher=tiny-moe", "--data=examples", "--top_k=8"]}.get(command, [])
+    directory.mkdir(parents=True, exist_ok=True)
     path = ["--data.path", str(dataset(directory, command))]
     data_options = [] if any(override.startswith("--data") for override in overrides) else path
     return load(
@@ -155,11 +156,9 @@ def test_rows_with_a_held_out_prompt_are_not_trained_on(tmp_path: Path) -> None:
     ["kto", *(pytest.param(command, marks=pytest.mark.thorough) for command in ("sft", "dpo", "rm", "distill"))],
 )
 def test_every_layout_gives_the_same_losses(ranks: Ranks, tmp_path: Path, command: str) -> None:
-    (tmp_path / "one").mkdir()
     unkept = ("--save_every=0", "--export=false")
     (alone,) = ranks(1, trained, command, str(tmp_path / "one"), *unkept)
     for layout in ("pp=2", "tp=2", "cp=2", "dp_shard=2"):
-        (tmp_path / layout).mkdir()
         spread, _ = ranks(2, trained, command, str(tmp_path / layout), *unkept, "--layout", layout)
         for expected, actual in zip(alone, spread, strict=True):
             assert actual.keys() == expected.keys()
@@ -182,8 +181,6 @@ def interrupted(group: Any, command: str, directory: str, *overrides: str) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["sft", "dpo", "kto", "rm", "distill"])
 def test_a_resumed_run_equals_an_uninterrupted_run(ranks: Ranks, tmp_path: Path, command: str) -> None:
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "parts").mkdir()
     (expected,) = ranks(1, trained, command, str(tmp_path / "whole"))
     ranks(1, interrupted, command, str(tmp_path / "parts"))
     (actual,) = ranks(1, trained, command, str(tmp_path / "parts"))
@@ -268,9 +265,7 @@ def test_base_model_can_be_the_teacher_of_adapters(ranks: Ranks, tmp_path: Path)
     export_hf(load_model("tiny-dense"), tmp_path / "copy")
     runs = []
     for teacher in ("tiny-dense", str(tmp_path / "copy")):
-        directory = tmp_path / Path(teacher).name
-        directory.mkdir(exist_ok=True)
-        runs += ranks(1, trained, "distill", str(directory), *settings, f"--teacher={teacher}")
+        runs += ranks(1, trained, "distill", str(tmp_path / Path(teacher).name), *settings, f"--teacher={teacher}")
     for below, above in zip(*runs, strict=True):
         assert below == above
     assert runs[0][-1]["loss"] < runs[0][1]["loss"] - 1e-4, "the student changed"

@@ -81,8 +81,8 @@ RUNS = [
     Run("dp_shard=2,ep=2", ("qwen3_moe", "gpt_oss", "qwen3_next"), lora=PER_EXPERT),
     Run("tp=2,ep=2", ("qwen3_moe", "deepseek_v3", "nemotron_h"), "sft", PER_EXPERT),
     Run("pp=2,dp_shard=2,ep=2", ("gpt_oss", "deepseek_v3", "qwen3_next"), overlap="zero_bubble"),
-    Run("pp=2,cp=2,tp=2", ("llama", "qwen3", "qwen3_moe"), recompute="selective"),
 ]
+LARGER = Run("pp=2,cp=2,tp=2", ("llama", "qwen3", "qwen3_moe"), recompute="selective")
 
 
 def verify_all(group: Any, cases: list[Case]) -> list[Report | None]:
@@ -97,7 +97,7 @@ def runs() -> list[Any]:
         parameters.append(
             pytest.param(remaining, id=f"{run.layout}-{'-'.join(remaining.families)}", marks=pytest.mark.thorough)
         )
-    return parameters
+    return [*parameters, pytest.param(LARGER, id=LARGER.layout, marks=pytest.mark.thorough)]
 
 
 @pytest.mark.parametrize("run", runs())
@@ -110,7 +110,7 @@ def test_adapters_in_a_layout_equal_those_of_one_rank(ranks: Ranks, run: Run) ->
 
 
 def test_each_family_is_tested_in_three_layouts_and_each_layout_with_three_families() -> None:
-    assert min(sum(family in run.families for run in RUNS) for family in MODELS) >= 3
+    assert min(sum(family in run.families for run in (*RUNS, LARGER)) for family in MODELS) >= 3
     assert min(len(set(run.families)) for run in RUNS) >= 3
     assert all(set(run.families) <= set(run.fitting_families) for run in RUNS)
 
