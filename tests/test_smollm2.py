@@ -20,7 +20,6 @@ from postlude.serving.clients.client import GenerationClient
 from tests.engine.test_hook_loss import TEXTS as REAL_TEXTS
 from tests.engine.test_hook_loss import assert_losses_equal_float64
 from tests.equality import difference
-from tests.generate.test_generator import teacher_forced
 
 pytestmark = pytest.mark.slow
 
@@ -99,21 +98,6 @@ def test_export_of_the_real_model_loads_in_transformers(model, hf_model, tmp_pat
         assert torch.equal(reloaded(ids).logits, hf_model(ids).logits)
 
 
-@pytest.mark.thorough  # as tiny models show
-def test_generated_completions_equal_transformers(tokenizer, model, hf_model) -> None:
-    prompts = [*(tokenizer(text)["input_ids"] for text in TEXTS[2:]), encode_question(tokenizer, "Name three colours.")]
-    generator = Generator(model, tokenizer, max_sequences=2)
-    answered = generator.generate(prompts, SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True))
-    for prompt, (completion,) in zip(prompts, answered, strict=True):
-        ids = torch.tensor([prompt])
-        expected = hf_model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, min_new_tokens=12, do_sample=False
-        )[0, len(prompt) :].tolist()
-        ends = expected.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in expected else len(expected)
-        assert completion.tokens[:ends] == expected[:ends]
-    assert len(set(answered[-1][0].tokens)) > 8, answered[-1][0].text
-
-
 @pytest.mark.thorough  # tests/engine/test_hook_loss.py has two layers
 def test_ten_steps_on_real_text_equal_float64(tokenizer, gguf: Path) -> None:
     losses = assert_losses_equal_float64(gguf, [tokenizer(text)["input_ids"] for text in TEXTS[:3]], lr=1e-4)
@@ -166,16 +150,3 @@ def test_llama_cpp_completions_equal_the_native_generator(tokenizer, model, llam
     assert max(gaps) < 0.25
     assert sum(gaps) / len(gaps) < 0.08
     assert {completion.finish_reason for (completion,) in answered} == {"stop", "length"}
-
-
-@pytest.mark.thorough  # as tiny models show
-def test_logprobs_equal_a_forward_and_a_stop_string_ends_a_completion(tokenizer, model) -> None:
-    prompt = encode_question(tokenizer, "Name three colours of the rainbow.")
-    generator = Generator(model, tokenizer)
-    answered = generator.generate([prompt], SamplingParams(max_new_tokens=48, temperature=0.7, stop=(".",)), n=4)
-    for completion, expected in zip(answered[0], teacher_forced(model, [prompt], answered, 0.7), strict=True):
-        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-4)
-        assert completion.text is not None
-        if completion.finish_reason == "stop" and "." in tokenizer.decode(completion.tokens):
-            assert "." in tokenizer.decode(completion.tokens[-1:])
-            assert "." not in completion.text
