@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from postlude import SGD, AdamW, Batch, Engine, Recast, export_hf, export_model, load_model
-from postlude.hf.read_model import read_model
+from postlude import SGD, AdamW, Batch, Engine, Recast, export_hf, load_model
 from postlude.model.blocks import MoEConfig
 from postlude.objectives import MTP, SFT
 from tests.engine.training import assert_refused, bitwise_equal, build, optimizer_state, weights
@@ -49,20 +48,6 @@ def curve(engine: Engine, steps: range, objective: Any = None) -> list[tuple[flo
 
 def curves(group: Any, sources: list[Any], steps: int) -> list[list[tuple[float, float]]]:
     return [curve(build("", source, optimizer=FAST), range(steps)) for source in sources]
-
-
-@pytest.mark.thorough
-def test_100_steps_are_identical_for_every_grouping_of_blocks(ranks: Any, tmp_path: Path) -> None:
-    """A transformer, and its checkpoint as a grouped hybrid and, through files, ungrouped."""
-    llama = export_hf(load_model(LLAMA, seed=2), tmp_path / "llama")
-    ungrouped = export_model(load_model(Recast(llama, "*-*-")), tmp_path / "ungrouped")
-    sources = [llama, Recast(llama, "[*-]|[*-]"), ungrouped]
-    assert [read_model(source)[1].family for source in sources] == ["llama", None, None]
-    transformer, grouped, ungrouped_curve = ranks(1, curves, sources, 100)[0]
-    assert len(transformer) == 100
-    assert transformer[-1][0] < 0.5 * transformer[0][0]
-    assert grouped == transformer
-    assert ungrouped_curve == grouped
 
 
 def continue_in_other_pattern(

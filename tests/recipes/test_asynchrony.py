@@ -373,15 +373,6 @@ def test_an_interrupted_run_trains_on_every_task_once(ranks: Ranks, tmp_path: Pa
     assert all(row["policy_lag"] <= 2 for row in rows)
 
 
-@pytest.mark.thorough  # that rows reach ranks: tests/engine/test_batch_scatter.py, and test_grpo.py in layouts
-@pytest.mark.slow
-def test_all_ranks_train_on_the_rollouts_of_rank_0(ranks: Ranks, tmp_path: Path, server: TinyVLLM) -> None:
-    actual = ranks(2, trained_tasks, str(tmp_path), -1, *ASYNCHRONOUS, f"--rollout={server.url}", "--layout=dp_shard=2")
-    assert [len(names) for names in actual[0]] == [2] * 6
-    assert actual[1] == [], "only rank 0 samples"
-    assert len(read_metrics(tmp_path / "run")) == 6
-
-
 def run_until_sigterm(group: Any, directory: str, *overrides: str) -> RunOutcome:
     """SIGTERM arrives while the third step waits for completions that do not finish."""
 

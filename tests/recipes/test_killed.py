@@ -141,17 +141,6 @@ def assert_runs_equal(place: Path) -> None:
     assert [name for name in expected if actual[name] != expected[name]] == []
 
 
-@pytest.mark.thorough  # one of the five moments below
-def test_a_killed_run_resumes(ranks: Ranks, place: Path) -> None:
-    ranks(1, run_in_process, str(place), "whole")
-    order_kill(place, "backward")
-    with pytest.raises(pytest.fail.Exception, match="rank 0 died"):
-        ranks(1, run_in_process, str(place), "parts")
-    assert_killed(place, "backward")
-    ranks(1, run_in_process, str(place), "parts")
-    assert_runs_equal(place)
-
-
 @pytest.mark.slow
 def test_a_run_that_is_killed_repeatedly_resumes(ranks: Ranks, place: Path) -> None:
     ranks(1, run_in_process, str(place), "whole")

@@ -498,28 +498,6 @@ def test_invalid_configs_are_refused(tmp_path: Path) -> None:
             config_of(tmp_path, *overrides)
 
 
-def evaluated(group: Any, directory: str, *overrides: str) -> dict[str, Any]:
-    from postlude.recipes.config.load import load
-    from postlude.recipes.config.recipe_configs import EvalConfig
-    from postlude.recipes.evaluation import run
-
-    config = load(EvalConfig, None, [f"--run={directory}", *overrides])
-    run(config)
-    (row,) = [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
-    return {name: value for name, value in row.items() if not name.startswith(("time/", "servers/"))}
-
-
-@pytest.mark.thorough  # grpo by a server is tested always
-@pytest.mark.parametrize("size", [1, 2])
-def test_evaluation_with_a_server_equals_the_native_one(
-    ranks: Ranks, server: TinyVLLM, tmp_path: Path, size: int
-) -> None:
-    common = ("--environment.size=16", "--tasks=6", "--sampling.max_new_tokens=5", "--budget=512")
-    native, *_ = ranks(size, evaluated, str(tmp_path / "native"), *common)
-    served, *_ = ranks(size, evaluated, str(tmp_path / "served"), *common, f"--rollout={server.url}")
-    assert served == native
-
-
 def distilled(group: Any, directory: str, *overrides: str) -> list[float]:
     from postlude.recipes.config.load import load
     from postlude.recipes.config.recipe_configs import DistillConfig
@@ -538,15 +516,3 @@ def test_distillation_with_a_server_equals_the_native_generator(ranks: Ranks, se
     (served,) = ranks(1, distilled, str(tmp_path / "served"), f"--data.rollout={server.url}")
     assert served == native
     assert torch.tensor(native).diff().abs().min() > 0
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("layout", "rollout"), [("tp=2", None), ("pp=2", None), ("dp_shard=2", None), ("pp=2", "generators")]
-)
-def test_grpo_with_a_server_in_other_layouts(
-    ranks: Ranks, server: TinyVLLM, tmp_path: Path, layout: str, rollout: str | None
-) -> None:
-    rollout_value = rollout or server.url
-    rows, *_ = ranks(2, run_and_read_metrics, str(tmp_path), *SHORT, f"--rollout={rollout_value}", f"--layout={layout}")
-    assert all(0.0 <= row["rollout_kl"] < 1e-9 for row in rows)

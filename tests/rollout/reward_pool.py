@@ -6,9 +6,7 @@ from typing import Any
 
 from postlude.pool.process_pool import open_pool
 from postlude.pool.worker_pool import CallResult, PoolFactory
-from postlude.rollout.rewards import FailureCounter, Score, failure_message, is_reply, read_score
-
-Reply = Any
+from postlude.rollout.rewards import FailureCounter, Score, read_score
 
 
 class RewardPool(FailureCounter):
@@ -38,32 +36,9 @@ class RewardPool(FailureCounter):
         """Queues a call and returns its id."""
         return self.pool.submit(arguments)
 
-    def poll(self, timeout: float | None = 0.0, *, replies: bool = False) -> dict[int, Reply]:
-        """Returns the scores of finished calls by call id; with `replies`, text and messages are returned as they are.
-
-        Waits up to `timeout` seconds for the first one, or without limit if None.
-        """
-        return {
-            call_id: result.value if replies and is_reply(result.value) else self._score(result)
-            for call_id, result in self.pool.poll(timeout).items()
-        }
-
-    def trial_call(self, arguments: tuple[Any, ...]) -> Reply:
-        """Makes one call that is not counted. Raises ValueError if it fails."""
-        (result,) = self.pool.call_all([arguments])
-        if result.failure is not None:
-            raise ValueError(failure_message(self.name, result))
-        if is_reply(result.value):
-            return result.value
-        try:
-            return read_score(result.value)
-        except ValueError as error:
-            raise ValueError(f"{self.name} {error}") from error
-
-    @property
-    def lost(self) -> int | None:
-        """Returns the number of workers lost by no fault of a call, whose calls were retried; None if not possible."""
-        return self.pool.lost
+    def poll(self, timeout: float | None = 0.0) -> dict[int, Score]:
+        """Returns the scores of finished calls by call id. Waits up to `timeout` seconds for the first one."""
+        return {call_id: self._score(result) for call_id, result in self.pool.poll(timeout).items()}
 
     def close(self) -> None:
         """Ends the workers."""

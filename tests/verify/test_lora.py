@@ -73,14 +73,14 @@ class Run:
 
 
 RUNS = [
-    Run("tp=2", ("llama", "qwen3_moe", "nemotron_h")),
-    Run("pp=2", ("qwen3", "deepseek_v3", "qwen3_next"), recompute="full"),
-    Run("pp=2,vpp=2", ("llama", "gpt_oss", "qwen3_next"), "dpo"),
-    Run("cp=2", ("llama", "nemotron_h", "gpt_oss"), "gspo", recompute="selective"),
-    Run("dp_shard=2", ("qwen3", "deepseek_v3", "nemotron_h"), "sft", dtype=torch.bfloat16),
-    Run("dp_shard=2,ep=2", ("qwen3_moe", "gpt_oss", "qwen3_next"), lora=PER_EXPERT),
-    Run("tp=2,ep=2", ("qwen3_moe", "deepseek_v3", "nemotron_h"), "sft", PER_EXPERT),
-    Run("pp=2,dp_shard=2,ep=2", ("gpt_oss", "deepseek_v3", "qwen3_next"), overlap="zero_bubble"),
+    Run("tp=2", ("llama", "nemotron_h")),
+    Run("pp=2", ("qwen3", "deepseek_v3"), recompute="full"),
+    Run("pp=2,vpp=2", ("gpt_oss", "qwen3_next"), "dpo"),
+    Run("cp=2", ("llama", "nemotron_h"), "gspo", recompute="selective"),
+    Run("dp_shard=2", ("qwen3", "deepseek_v3"), "sft", dtype=torch.bfloat16),
+    Run("dp_shard=2,ep=2", ("qwen3_moe", "gpt_oss"), lora=PER_EXPERT),
+    Run("tp=2,ep=2", ("qwen3_moe", "deepseek_v3"), "sft", PER_EXPERT),
+    Run("pp=2,dp_shard=2,ep=2", ("gpt_oss", "qwen3_next"), overlap="zero_bubble"),
 ]
 LARGER = Run("pp=2,cp=2,tp=2", ("llama", "qwen3", "qwen3_moe"), recompute="selective")
 
@@ -109,9 +109,9 @@ def test_adapters_in_a_layout_equal_those_of_one_rank(ranks: Ranks, run: Run) ->
         assert report.passes(), (family, report.loss, report.logprob, report.entropy, report.worst)
 
 
-def test_each_family_is_tested_in_three_layouts_and_each_layout_with_three_families() -> None:
-    assert min(sum(family in run.families for run in (*RUNS, LARGER)) for family in MODELS) >= 3
-    assert min(len(set(run.families)) for run in RUNS) >= 3
+def test_each_family_is_tested_in_two_layouts_and_each_layout_with_two_families() -> None:
+    assert min(sum(family in run.families for run in RUNS) for family in MODELS) >= 2
+    assert min(len(set(run.families)) for run in RUNS) >= 2
     assert all(set(run.families) <= set(run.fitting_families) for run in RUNS)
 
 
