@@ -214,9 +214,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return model
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("model", BILLIONS)
+def tiny_runs() -> list[Any]:
+    """Every model with every algorithm; `make test` has each model with one, and each algorithm with two models."""
+    cases = [
+        (model, command, turn - place) for turn, model in enumerate(BILLIONS) for place, command in enumerate(COMMANDS)
+    ]
+    return [
+        pytest.param(model, command, marks=pytest.mark.thorough if distance % 3 else pytest.mark.slow)
+        for model, command, distance in cases
+    ]
+
+
+@pytest.mark.parametrize(("model", "command"), tiny_runs())
 def test_a_tiny_run_of_a_recipe_equals_one_rank(
     ranks: Ranks, tmp_path: Path, tiny: Callable[..., str], model: str, command: str
 ) -> None:
