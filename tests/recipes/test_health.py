@@ -200,13 +200,8 @@ def test_a_reward_that_always_fails_ends_a_run(tmp_path: Path, capsys: pytest.Ca
     )
     words = ["grpo", "--run", str(tmp_path / "run"), "--environment=dataset", "--environment.workers=0"]
     words += [f"--environment.path={tmp_path / 'rows.jsonl'}", f"--environment.reward={tmp_path / 'judge.py'}:judge"]
-    words += [
-        "--budget=64",
-        "--prompts_per_step=2",
-        "--samples_per_prompt=2",
-        "--steps=9",
-        "--sampling.max_new_tokens=2",
-    ]
+    words += ["--budget=64", "--prompts_per_step=2", "--samples_per_prompt=2", "--steps=9"]
+    words += ["--sampling.max_new_tokens=2"]
     assert main([*words, "--evaluation.every=0", "--limits.patience=2", "--limits.failed_rewards=0.4"]) == 1
     message = capsys.readouterr().err.splitlines()[-1]
     assert "rewards" in message

@@ -202,9 +202,8 @@ def test_reasoning_gym_prompt_requests_an_answer_tag(words: ReasoningGym) -> Non
     assert task.name == "word_ladder 3:4"
     with pytest.raises(IndexError, match="there is no task 300"):
         words[300]
-    for tag, request in (("result", "\nGive your final answer between <result> and </result>."), (None, "")):
-        (asked,) = ReasoningGym("chain_sum", {"min_terms": 2, "max_terms": 2}, seed=1, size=1, chat=False, tag=tag)
-        assert asked.prompt == asked.example["question"] + request
+    (asked,) = ReasoningGym("chain_sum", {"min_terms": 2, "max_terms": 2}, seed=1, size=1, chat=False, tag="result")
+    assert asked.prompt == asked.example["question"] + "\nGive your final answer between <result> and </result>."
 
 
 @pytest.mark.slow
@@ -224,7 +223,7 @@ def test_reasoning_gym_uses_its_own_scores() -> None:
     assert gym[39].prompt  # what was made stays
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_every_reasoning_gym_task_can_be_created() -> None:
     pytest.importorskip("reasoning_gym")
     from reasoning_gym.factory import DATASETS

@@ -163,7 +163,7 @@ def test_a_partial_reply_delays_no_other_call() -> None:
 def test_a_hung_worker_is_killed_with_its_child_processes(tmp_path: Path, function: Callable[[str], None]) -> None:
     if function is start_session_and_hang and sys.platform != "linux":
         pytest.skip("processes of other sessions are adopted on Linux alone")
-    workers = open_pool(function, count=1, timeout=5.0)
+    workers = open_pool(function, count=1, timeout=LIMIT)
     (outcome,) = workers.call_all([(str(tmp_path),)])
     assert outcome.failure == "timed_out"
     assert all(has_exited(int(pid)) for pid in (tmp_path / "pids").read_text().split())
