@@ -158,6 +158,7 @@ def detached(inputs):
     return Loss(-inputs.head.logprobs(inputs.hidden, inputs.microbatch.targets).logprob.detach(), "response_mask")
 """
 SHORT = ("--steps=1", "--budget=256", "--export=false", "--save_every=0", "--loggers=[]")
+BATCH_OF_2 = ("--batch_size=2", *SHORT)
 GRPO = (
     "grpo",
     "--environment=dataset",
@@ -211,8 +212,8 @@ def test_trial_call_of_an_objective_has_the_columns_of_a_step(recipe: str, tmp_p
     ]
     over = "loss_mask" if recipe == "sft" else "response_mask"
     beside = {
-        "sft": ["sft", f"--data.path={data}", "--batch_size=2", *SHORT],
-        "dpo": ["dpo", f"--data.path={pairs}", "--batch_size=2", *SHORT],
+        "sft": ["sft", f"--data.path={data}", *BATCH_OF_2],
+        "dpo": ["dpo", f"--data.path={pairs}", *BATCH_OF_2],
         "distill": [
             "distill",
             "--teacher=tiny-dense",
