@@ -127,6 +127,17 @@ def test_rows_have_separate_settings() -> None:
         assert in_one_batch[0][-1] == logits[-1].argmax()
 
 
+def test_rows_have_their_own_top_k() -> None:
+    """Also where no row has top-p, which the rows above have."""
+    limits = [1 + row % 3 for row in range(60)]
+    samplings, keys = [SamplingParams(top_k=limit) for limit in limits], [rng_key(row) for row in range(60)]
+    logits = torch.linspace(0.0, 0.1, 9)
+    settings = SamplerSettings.of(samplings, keys, len(logits), logits.device)
+    tokens, *_ = sample(logits.expand(60, -1), settings, torch.zeros(60, dtype=torch.int64))
+    for limit in (1, 2, 3):
+        assert set(tokens[limit - 1 :: 3].tolist()) == set(range(9 - limit, 9))
+
+
 @pytest.mark.parametrize(
     "limits",
     [
