@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from postlude import Engine, Layout, export_hf, load_model, load_tokenizer
 from postlude.cli import main
@@ -19,6 +20,7 @@ from postlude.generate.generator import Generator
 from postlude.generate.protocol import Completion
 from postlude.generate.sampling_params import SamplingParams
 from postlude.generate.session import Session
+from tests.commands import run_command
 from tests.conftest import Ranks
 
 FEW = ["--max-new-tokens", "6", "--seed", "3", "--device", "cpu", "--dtype", "float32"]
@@ -171,3 +173,38 @@ def test_too_long_prompt_gives_an_error_and_the_conversation_continues(
     assert "/reset starts a new conversation" in out
     ((completion,),) = run_generate([make_messages("Hi")], [replace(SAMPLING, seed=4)])
     assert out.endswith(f"{completion.text}\n")
+
+
+@pytest.mark.slow
+def test_a_model_fine_tuned_on_chat_stops_by_itself_at_every_station(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SFT on chats, GRPO from its model, evaluation, chat and transformers: no completion reaches its limit."""
+    talks = [[*make_messages(f"{number}?"), {"role": "assistant", "content": "ok"}] for number in range(32)]
+    prompts = [{"prompt": f"{number}?", "answer": "ok"} for number in range(16)]
+    for name, content in {"talks": [{"messages": talk} for talk in talks], "tasks": prompts}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    data = ["--data.path=talks.jsonl", "--held_out.rows=0", "--steps=60", "--batch_size=8", "--optimizer.lr=0.01"]
+    settings = {"kind": "dataset", "path": "tasks.jsonl", "reward": "exact", "chat": "true", "workers": "0"}
+    tasks = [*(f"--environment.{name}={value}" for name, value in settings.items()), "--sampling.max_new_tokens=16"]
+    sizes = ["--steps=1", "--prompts_per_step=4", "--samples_per_prompt=2", "--evaluation.tasks=4"]
+    for command, words in (
+        ("sft", ["--model=tiny-dense", *data]),
+        ("grpo", ["--model=sft/model", *tasks, *sizes]),
+        ("eval", ["--model=grpo/model", *tasks, "--tasks=4"]),
+    ):
+        common = [f"--run={command}", "--budget=128", "--loggers=[]", "--device=cpu"]
+        done = run_command([command, *words, *common], tmp_path)
+        assert done.returncode == 0, done.stderr
+    for run in ("grpo", "eval"):
+        metrics = json.loads((tmp_path / run / "metrics.jsonl").read_text().splitlines()[-1])
+        assert (metrics["truncated"], metrics["reward_mean"]) == (0, 1), run
+    monkeypatch.setattr("sys.stdin", io.StringIO("3?\n"))
+    assert main(["chat", str(tmp_path / "grpo" / "model"), "--temperature=0"]) == 0
+    assert capsys.readouterr().out == "ok\n"
+    # In transformers alone, with what the export says.
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "grpo" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "grpo" / "model")
+    prompt = tokenizer.apply_chat_template(talks[3][:1], add_generation_prompt=True, return_tensors="pt")
+    output = model.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(output) == "ok<|im_end|>"
