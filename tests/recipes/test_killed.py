@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from postlude.recipes.config.load import load
 from postlude.recipes.grpo import GRPOConfig, run
 from postlude.recipes.run.outcome import RunOutcome
+from tests.commands import run_command
 from tests.conftest import PATIENCE, Ranks
 from tests.recipes import killing
 from tests.rollout import functions
@@ -74,8 +75,11 @@ def run_in_process(group: Any, place: str, name: str, *overrides: str) -> RunOut
 
 def run_command_to_end(place: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """Runs the command. Returns when all its processes have ended, since they hold its pipes."""
+    words = ["grpo", "small.yaml", "--run", "parts", *overrides]
+    if not overrides:  # a process alone
+        return run_command(words, place)
     return subprocess.run(
-        [sys.executable, "-m", "postlude", "grpo", "small.yaml", "--run", "parts", *overrides],
+        [sys.executable, "-m", "postlude", *words],
         cwd=place,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
