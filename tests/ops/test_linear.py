@@ -184,6 +184,13 @@ def test_cpu_accumulates_through_autograd() -> None:
     assert torch.equal(weight.grad, torch.ones(2, 2))
 
 
+def test_frozen_weight_defers_no_gradient() -> None:
+    later: DeferredWgrads = []
+    with defer_wgrad(later):
+        linear(torch.ones(2, 3, requires_grad=True), torch.ones(4, 3)).sum().backward()
+    assert not later
+
+
 @pytest.mark.gpu
 def test_bf16_products_are_accumulated_in_fp32_on_cuda() -> None:
     """Two products of one weight are added to its fp32 accumulator, and the weight's own gradient stays empty."""
