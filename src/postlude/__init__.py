@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from postlude.head import HeadConfig
     from postlude.hf.export import export_hf, export_model
     from postlude.hf.load import load_model, load_tokenizer
-    from postlude.hf.model_source import Recast
+    from postlude.hf.read_model import Recast
     from postlude.layout import Layout, Stage
     from postlude.model import LanguageModel, ModelConfig, OutputHead, OutputInputs, OutputProcessor, Pattern
     from postlude.objectives import Loss
@@ -63,7 +63,7 @@ _HOMES = {
     "postlude.head": ("HeadConfig",),
     "postlude.hf.export": ("export_hf", "export_model"),
     "postlude.hf.load": ("load_model", "load_tokenizer"),
-    "postlude.hf.model_source": ("Recast",),
+    "postlude.hf.read_model": ("Recast",),
     "postlude.world.failure_report": ("RankError",),
     "postlude.world.launcher": ("launch", "ranks"),
     "postlude.layout": ("Layout", "Stage"),

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from postlude.data.dataset_splits import choose_files
 from postlude.data.datasets import dataset_files, read_rows
-from postlude.data.hub import hub_repo
+from postlude.data.hub import choose_files, hub_repo
 from tests.hub_server import Hub, serve_hub, use_hub
 
 README = b"""---

@@ -16,7 +16,7 @@ from postlude.data import Batch
 from postlude.engine import AdamW, Engine
 from postlude.engine.export import export
 from postlude.hf.export import export_hf
-from postlude.hf.model_source import Recast
+from postlude.hf.read_model import Recast
 from postlude.lora import LoRA
 from postlude.model import OutputInputs
 from postlude.model.parallel import local_shard, region

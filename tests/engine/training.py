@@ -13,8 +13,7 @@ from postlude.data import Batch, pack
 from postlude.engine import AdamW, Engine, LRSchedule
 from postlude.engine.normalizer import LossNormalizer
 from postlude.hf.export import hf_tensors
-from postlude.hf.model_source import Source
-from postlude.hf.read_model import model_from_hf, read_description
+from postlude.hf.read_model import Source, model_from_hf, read_description
 from postlude.model import LanguageModel, OutputInputs
 from postlude.objectives import Loss, Objective, mean
 from tests.meshes import mesh

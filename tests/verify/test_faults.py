@@ -18,7 +18,7 @@ from postlude import Layout
 from postlude.engine import gradients, unsharded
 from postlude.engine.layer_metrics import LayerMetrics
 from postlude.engine.normalizer import LossNormalizer
-from postlude.hf.model_source import Source
+from postlude.hf.read_model import Source
 from postlude.model import context as context_module
 from postlude.ops import all_to_all as exchange
 from postlude.ops import collectives

@@ -14,8 +14,15 @@ from postlude.engine.adapters import base_fingerprint
 from postlude.engine.checkpoint_checks import check_fingerprint_kind
 from postlude.hf.export import ModelCard, check_export_target, export_model
 from postlude.hf.load import load_model, load_tokenizer, weights_dtype
-from postlude.hf.model_source import Recast, Source
-from postlude.hf.read_model import has_value_head, read_generation_config, read_model, read_recast_plan, with_mtp
+from postlude.hf.read_model import (
+    Recast,
+    Source,
+    has_value_head,
+    read_generation_config,
+    read_model,
+    read_recast_plan,
+    with_mtp,
+)
 from postlude.hf.read_peft import (
     SavedAdapter,
     is_adapter_directory,

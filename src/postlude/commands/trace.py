@@ -17,8 +17,7 @@ from postlude.checks import check_writable
 from postlude.data import Batch
 from postlude.engine import Engine
 from postlude.engine.options import EngineOptions
-from postlude.hf.model_source import Source
-from postlude.hf.read_model import read_model
+from postlude.hf.read_model import Source, read_model
 from postlude.layout import Layout
 from postlude.objectives import MTP, SFT
 from postlude.options import ZERO_BUBBLE, Overlap

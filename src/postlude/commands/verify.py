@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from postlude.hf.lora_targets import adapter_configs
-from postlude.hf.model_source import Source
-from postlude.hf.read_model import read_model
+from postlude.hf.read_model import Source, read_model
 from postlude.layout import Layout
 from postlude.options import chosen_layers
 from postlude.verify.adapters import AdapterReport

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from postlude.data.dataset_splits import choose_files
-from postlude.data.hub import HubRepo, HubSnapshot, hub_repo
+from postlude.data.hub import HubRepo, HubSnapshot, choose_files, hub_repo
 from postlude.data.task_identity import first_different
 
 log = logging.getLogger(__name__)

@@ -40,8 +40,7 @@ from postlude.engine.state_offload import StateOffload
 from postlude.engine.training_state import TrainingState, TrainingStateProperties, loading_in_fp32
 from postlude.hf.export import ModelCard, hf_export_config
 from postlude.hf.load import init_or_load_weights
-from postlude.hf.model_source import Recast, Source
-from postlude.hf.read_model import read_generation_config, read_model, read_recast_plan, with_mtp
+from postlude.hf.read_model import Recast, Source, read_generation_config, read_model, read_recast_plan, with_mtp
 from postlude.layout import Layout
 from postlude.lora import NO_ADAPTERS
 from postlude.model import LanguageModel

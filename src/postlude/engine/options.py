@@ -12,7 +12,7 @@ import torch
 
 from postlude.hf.families import FAMILIES
 from postlude.hf.family import Families
-from postlude.hf.model_source import Source
+from postlude.hf.read_model import Source
 from postlude.layout import Layout
 from postlude.model.blocks import BLOCKS, BlockTable
 from postlude.options import ScanBackend

@@ -35,9 +35,11 @@ from postlude.hf.family import (
     map_to_hf,
     overlap,
 )
-from postlude.hf.model_source import PlainSource, Recast, Source
 from postlude.hf.read_model import (
     GGUF_NEEDS,
+    PlainSource,
+    Recast,
+    Source,
     first_line,
     read_model,
     read_model_with_mtp,

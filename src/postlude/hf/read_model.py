@@ -1,4 +1,4 @@
-"""Reads the config of a model source, and the names of its tensors. No weight is read."""
+"""Source: what a model can be read from. Reads its config and the names of its tensors, but no weight."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 from transformers import AutoConfig, PretrainedConfig
 
@@ -19,16 +19,13 @@ from postlude.data.turn_encoding import turn_ends
 from postlude.hf.builtin import BUILTIN, PACKAGED, packaged
 from postlude.hf.families import FAMILIES
 from postlude.hf.family import SCORE, Families, Family, TensorSource
-from postlude.hf.model_source import PlainSource, Recast, Source
 from postlude.hf.postlude_format import POSTLUDE_CONFIG, read_postlude_config
 from postlude.hf.tensor_sources import CheckpointSource, SafetensorsSource, hf_config
-from postlude.model import ModelConfig
+from postlude.model import ModelConfig, Pattern
+from postlude.model.block_config import BlockConfig
 from postlude.model.blocks import BLOCKS, BlockTable
 from postlude.model.recast import RecastPlan, plan_recast, recast
 from postlude.sharded_tensors import STATE
-
-if TYPE_CHECKING:
-    from postlude.model import ModelConfig
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -37,6 +34,29 @@ SMALL_FILES = (".json", ".txt", ".model", ".jinja")  # of configs and tokenizers
 COUNTED, MAX_COUNT = re.compile(r"(^|_)(num|n)_\w*(layer|expert|head)"), 10_000
 CHAT_TEMPLATES = "additional_chat_templates/"
 GGUF_NEEDS = "reading GGUF needs the packages gguf and accelerate: pip install 'postlude[gguf]'."
+PlainSource: TypeAlias = str | os.PathLike[str] | PretrainedConfig | ModelConfig
+
+
+@dataclass(frozen=True)
+class Recast:
+    """The model of a source under another pattern: `Recast("path/of/a-llama", "[M-][*-]{3}", {"M": MambaConfig(…)})`.
+
+    Blocks are matched by position, however they are grouped, and the new pattern has as many. A block with the same
+    symbol keeps its weights, under its new name. Any other is new: it is initialised, and needs a config in `blocks` if
+    the source has none for its symbol. Multi-token-prediction depths may be added or left out at the end; those in the
+    source's files stay. `postlude.hf.read_model.read_recast_plan` returns what stays, what is new and what is dropped.
+    """
+
+    source: PlainSource
+    pattern: str | Pattern
+    blocks: Mapping[str, BlockConfig] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.source, Recast):
+            raise TypeError("a Recast of a Recast was given: name the source itself, and the last of the patterns.")
+
+
+Source: TypeAlias = PlainSource | Recast
 
 
 def read_model(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from postlude.hf.family import Family
-from postlude.hf.model_source import Recast, Source
-from postlude.hf.read_model import read_model, read_model_with_mtp, with_mtp
+from postlude.hf.read_model import Recast, Source, read_model, read_model_with_mtp, with_mtp
 from postlude.model import ModelConfig, Pattern
 from postlude.objectives import MTP, Objective, load_mtp_processor
 from postlude.recipes.config.settings import MTPSettings

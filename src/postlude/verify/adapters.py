@@ -25,9 +25,8 @@ from postlude.hf.export import export_hf
 from postlude.hf.family import Family
 from postlude.hf.load import init_or_load_weights, load_model
 from postlude.hf.lora_targets import adapter_configs
-from postlude.hf.model_source import Source
 from postlude.hf.peft import to_peft, write_adapter
-from postlude.hf.read_model import read_model
+from postlude.hf.read_model import Source, read_model
 from postlude.hf.read_peft import SavedAdapter, merge_adapter
 from postlude.lora import AdapterConfigs, LoRA
 from postlude.model import LanguageModel, OutputInputs

@@ -14,9 +14,8 @@ from torch import Tensor
 from postlude.data import Batch
 from postlude.data.microbatch import ROUTING
 from postlude.hf.builtin import BUILTIN
-from postlude.hf.model_source import Source
 from postlude.hf.postlude_format import POSTLUDE_CONFIG
-from postlude.hf.read_model import CONFIG, read_description
+from postlude.hf.read_model import CONFIG, Source, read_description
 from postlude.layout import Layout
 from postlude.lora import LoRA
 from postlude.model import ModelConfig

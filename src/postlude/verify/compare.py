@@ -23,8 +23,7 @@ from postlude.engine.normalizer import LossNormalizer
 from postlude.engine.options import EngineOptions
 from postlude.hf.family import map_to_hf
 from postlude.hf.load import load_model
-from postlude.hf.model_source import Recast, Source
-from postlude.hf.read_model import read_description, read_model, with_mtp
+from postlude.hf.read_model import Recast, Source, read_description, read_model, with_mtp
 from postlude.layout import Layout
 from postlude.model import LanguageModel, ModelConfig, OutputInputs
 from postlude.model.blocks import BLOCKS

@@ -25,8 +25,7 @@ from postlude.engine.adapters import Adapters
 from postlude.error_output import escape_controls
 from postlude.hf.family import Family
 from postlude.hf.load import check_weights
-from postlude.hf.model_source import Source
-from postlude.hf.read_model import read_model, with_mtp
+from postlude.hf.read_model import Source, read_model, with_mtp
 from postlude.layout import Layout, Stage
 from postlude.lora import AdapterConfig
 from postlude.model import LanguageModel, ModelConfig
