@@ -177,15 +177,17 @@ def results(model: LanguageModel, sequences: list[Tensor], share: SharePrefixes)
     return stats | {name: torch.zeros(1) if grad is None else grad.clone() for name, grad in gradients.items()}
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(forests())
 def test_any_tree_equals_its_sequences_alone(sequences: list[Tensor]) -> None:
     torch.manual_seed(0)
     model = LanguageModel(EVERY_BLOCK, value_head=True, dtype=torch.float64)
     torch.nn.init.normal_(model.value_head.weight)
     expected = results(model, sequences, "off")
+    # Some gradients are exactly zero, as that of queries whose keys are all equal: what remains of them is rounding.
+    scale = 1e-3 * torch.stack([value.abs().max() for value in expected.values()]).max().view(1)
     for name, actual in results(model, sequences, "always").items():
-        assert_equal(actual, expected[name], name)
+        assert_equal(*(torch.cat((values.flatten(), scale)) for values in (actual, expected[name])), name)
 
 
 class Recent(Attention):
