@@ -51,6 +51,7 @@ class HTTPConnection(HttpToolsProtocol):
         self._receiving = True
         super().on_headers_complete()
         self._cycles = [*self._unfinished(), self.cycle]
+        self.cycle.transport = _Reply(self.transport)
         if len(self.pipeline) < PIPELINED:
             self.flow.resume_reading()
 
@@ -62,6 +63,9 @@ class HTTPConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Begins to wait for the rest of a request that was refused."""
+        for cycle in self._cycles:
+            if cycle.response_complete:
+                cycle.transport.write(b"")  # of a reply without a body
         super().on_response_complete()
         if self._receiving and not self._unfinished() and not self.transport.is_closing():
             self._limit = self.loop.call_later(DRAIN_SECONDS, self.transport.close)
@@ -133,3 +137,34 @@ class HTTPConnection(HttpToolsProtocol):
         if self._limit is not None:
             self._limit.cancel()
             self._limit = None
+
+
+class _Reply(asyncio.Transport):
+    """Sends the head of a reply with the first part of its body.
+
+    A system call less: after each one, the thread that generates may have the interpreter for milliseconds.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__()
+        self._transport, self._held, self._begun = transport, b"", False
+
+    def write(self, data: bytes) -> None:  # type: ignore[override]
+        """Sends a part of the reply with what was held, or holds the first one."""
+        if data == CONTINUE:
+            self._transport.write(data)
+        elif not self._begun:
+            self._begun, self._held = True, data
+        else:
+            self._transport.write(self._held + data)
+            self._held = b""
+
+    def close(self) -> None:
+        """Closes the connection after what was held is sent."""
+        if self._held:
+            self.write(b"")
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        """Returns whether the connection is closing."""
+        return self._transport.is_closing()

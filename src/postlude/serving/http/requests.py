@@ -56,18 +56,22 @@ def _check_type(request: Request, types: Sequence[str]) -> None:
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """Returns the result of `work`. Cancels it when the client is gone, and raises `ClientDisconnect`."""
-    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    task, is_gone = asyncio.current_task(), False
+    assert task is not None
+
+    async def cancel_when_gone() -> None:
+        nonlocal is_gone
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        is_gone = True
+        task.cancel()
+
+    watcher = asyncio.create_task(cancel_when_gone())
     try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        if is_gone and not task.uncancel():
+            raise ClientDisconnect from None
+        raise
     finally:
-        for future in (task, watcher):
-            future.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+        watcher.cancel()
