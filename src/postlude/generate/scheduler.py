@@ -18,7 +18,19 @@ from torch import Tensor
 
 from postlude.generate.completion_state import CompletionState, PromptState
 from postlude.generate.decode_cache import PageCopy
-from postlude.generate.decode_rows import LOG_MIN_P, NO_TOKEN, sample_next
+from postlude.generate.decode_rows import (
+    COUNT,
+    KEY,
+    LENGTH,
+    LIMIT,
+    LOG_MIN_P,
+    NO_TOKEN,
+    PREVIOUS,
+    TOKEN,
+    TOP_K,
+    UNREAD,
+    sample_next,
+)
 from postlude.generate.logit_rules import LogitRules
 from postlude.generate.model_step import ModelStep
 from postlude.generate.pages import PageAllocator, RunningCompletion
@@ -412,16 +424,19 @@ class Scheduler(ABC):
 
     def _write_rows(self, joined: Sequence[RunningCompletion], row_indices: Tensor) -> None:
         """Writes the state of these completions to their rows on the device."""
-        numbers, settings, stops, vocab = [], [], [], self.model.config.vocab_size
+        numbers: list[dict[int, int]] = []
+        settings, stops, vocab = [], [], self.model.config.vocab_size
         for running in joined:
             state, sampling = running.state, running.state.prompt.sampling
             top_k = min(sampling.top_k or vocab, vocab)
-            numbers.append([0, state.length, len(state.tokens), sampling.max_new_tokens, state.key, top_k, 0, 1])
+            tokens = {TOKEN: 0, LENGTH: state.length, COUNT: len(state.tokens), LIMIT: sampling.max_new_tokens}
+            numbers.append({**tokens, KEY: state.key, TOP_K: top_k, PREVIOUS: 0, UNREAD: 1})
             settings.append([sampling.temperature, sampling.top_p, sampling.min_p])
             stop_tokens = list(state.stop_tokens)
             stops.append(stop_tokens + [-1] * (len(self.rows.stops) - len(stop_tokens)))
             self._on_change(running)
-        self.rows.numbers.index_copy_(1, row_indices, self._integers(numbers).T)
+        by_index = [[of_row[index] for of_row in numbers] for index in range(len(self.rows.numbers))]
+        self.rows.numbers.index_copy_(1, row_indices, self._integers(by_index))
         self.rows.stops.index_copy_(1, row_indices, self._integers(stops).T)
         columns = torch.tensor(settings, dtype=torch.float32).T.contiguous()
         columns[LOG_MIN_P].log_()
