@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria
 from postlude import LanguageModel, export_hf, load_model
 from postlude.generate.generator import Generator
 from postlude.generate.sampling_params import SamplingParams
-from postlude.ops.cpu_matmul import blas_fp32_matmul
+from postlude.ops.linear import blas_fp32_matmul
 
 
 def options() -> argparse.Namespace:

@@ -35,7 +35,7 @@ from postlude import AdamW, Batch, Engine, LanguageModel, Layout
 from postlude.engine.batch_sharding import shard_batch
 from postlude.engine.normalizer import LossNormalizer, MetricAccumulator, MetricIndex
 from postlude.objectives import SFT
-from postlude.ops.cpu_matmul import blas_fp32_matmul
+from postlude.ops.linear import blas_fp32_matmul
 from postlude.pipeline.schedule import Action
 from postlude.plan.cost import ActionCost
 from postlude.plan.forecast import simulate_step

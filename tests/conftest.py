@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, settings
 from tests.process_groups import CALL_GROUPS
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the Hugging Face Hub; tests/hub_server.py stands in for it
-torch.backends.mkldnn.enabled = False  # see ops/cpu_matmul.py: the models of tests are small
+torch.backends.mkldnn.enabled = False  # see ops/linear.py: the models of tests are small
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a job that a script starts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # processes that tests start inherit it

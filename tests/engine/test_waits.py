@@ -25,7 +25,7 @@ LENGTHS = (12, 17, 3, 25, 6, 11, 9, 14, 2, 12)  # pairs fit the budget
 HOST = {
     "language_model.py:_stage_input",
     "normalizer.py:count",
-    "channels.py:send",
+    "transfers.py:send",
 }  # on the CPU, or through it, as gloo sends
 OBJECTIVES: dict[str, Objective] = {
     "own": policy,

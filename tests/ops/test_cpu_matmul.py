@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from postlude.ops.cpu_matmul import blas_fp32_matmul
+from postlude.ops.linear import blas_fp32_matmul
 
 ARM = torch.backends.mkldnn.is_acl_available()
 

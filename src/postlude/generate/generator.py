@@ -37,8 +37,8 @@ from postlude.model.batch_invariant import check_batch_invariant
 from postlude.model.fp8_weights import FP8Weights, check_quantization
 from postlude.model.parallel import is_dtensor
 from postlude.ops.batch_invariant import batch_invariant
-from postlude.ops.cpu_matmul import blas_fp32_matmul
 from postlude.ops.kernels.capabilities import gpu_of, why_not
+from postlude.ops.linear import blas_fp32_matmul
 from postlude.options import Draft, KVCacheDtype, Quantization
 
 log = logging.getLogger(__name__)

@@ -18,11 +18,10 @@ from postlude.data import Microbatch
 from postlude.model import LanguageModel, OutputProcessor
 from postlude.model.parallel import FSDPUnit
 from postlude.model.schedule_plan import OnGradsReady, SchedulePlan, StepGenerator, interleave
-from postlude.ops.cpu_matmul import blas_fp32_matmul
+from postlude.ops.linear import blas_fp32_matmul
 from postlude.options import Overlap
-from postlude.pipeline.channels import Channels
 from postlude.pipeline.schedule import Action, ScheduleEntry, rank_schedule
-from postlude.pipeline.transfers import Transfer, transfer_plan
+from postlude.pipeline.transfers import Channels, Transfer, transfer_plan
 from postlude.trace.recorder import NO_RECORDER, Recorder
 from postlude.world.mesh import Mesh
 
