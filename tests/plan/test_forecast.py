@@ -212,6 +212,18 @@ def deepseek_v3(tmp_path: Path) -> Path:
     return tmp_path / "config.json"
 
 
+def test_search_shows_each_layout_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    words = ["plan", "tiny-dense", "--seq", "4096", "--gpus", "4", "--batch-tokens", "65536", "--search"]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    heading = ["layout", "step", "tok/s", "MFU", "memory", "bubble", "exchange", "waiting"]
+    table = lines[[line.split() for line in lines].index(heading) + 1 :]
+    layouts = [line.split()[0] for line in table if line.rstrip().endswith("%")]
+    assert layouts
+    assert all(Layout.parse(layout).world_size == 4 for layout in layouts)
+
+
 def test_671b_model_is_planned_from_its_config_only(deepseek_v3: Path, capsys) -> None:
     layout = "pp=16,vpp=2,ep=64"
     arguments = ["plan", str(deepseek_v3), "--seq", "4096", "--recompute", "full", "--overlap"]

@@ -183,13 +183,6 @@ def test_pending_groups_are_sampled_again_after_a_resume(noise: random.Random) -
     assert Counter(repeated_names[2 * PROMPTS :]) <= Counter(names[2 * PROMPTS :])
 
 
-def test_pending_groups_of_an_earlier_version_are_sampled_again() -> None:
-    """Its checkpoints have the tasks under "begun"."""
-    with closing(QueueUser(1)) as run:
-        run.queue.restore({"sampler": run.queue.state()["sampler"], "begun": [7, 3]})
-        assert run.queue.state()["pending_tasks"] == [7, 3]
-
-
 def test_another_take_in_the_same_step_starts_more_groups() -> None:
     with closing(QueueUser(1)) as run:
         run.take_names(0)

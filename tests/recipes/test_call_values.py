@@ -48,8 +48,13 @@ def test_closure_is_a_reward_and_the_same_call_continues_the_run(
     assert config["environment"]["rewards"]["long"]["function"] == "call:reward"
     assert Path(config["environment"]["path"]).parent == run / "rows"
     assert grpo(**policy(run, length_reward(3), steps=2)).outcome.step == 2
-    with pytest.raises(ValueError, match=r"call:reward \(environment.rewards.long.function\) changed since"):
+    changed = (
+        r'the function reward \(environment.rewards.long.function\) changed since .* pass file_changes="allow" to '
+    )
+    with pytest.raises(ValueError, match=changed) as refused:
         grpo(**policy(run, length_reward(4), steps=3))
+    assert "--" not in str(refused.value)
+    assert "file " not in str(refused.value)
     assert main(["grpo", str(run / "config.yaml"), "--steps=3"]) == 2
     error = capsys.readouterr().err
     assert "call:reward is a function that a call from Python was given" in error

@@ -17,32 +17,32 @@ from postlude.recipes.run.start_mode import StartMode
 from tests.conftest import Ranks
 
 parquet: Any = pytest.importorskip("pyarrow.parquet")
-SETTINGS = (
-    "--budget=128",
-    "--loggers=[]",
-    "--export=false",
-    "--save_every=1",
-    "--evaluation.every=0",
-    "--prompts_per_step=2",
-    "--samples_per_prompt=6",
-    "--sampling.max_new_tokens=3",
-    "--environment=dataset",
-    "--environment.reward=exact",
-    "--environment.workers=0",
-    "--save_completions=true",
-)
+SETTINGS = ("--budget=128", "--loggers=[]", "--export=false", "--save_every=1")
+ENVIRONMENT = ("environment.kind=dataset", "environment.reward=exact", "environment.workers=0")
+SAMPLING = ("samples_per_prompt=6", "sampling.max_new_tokens=3", "save_completions=true")
+RECIPE_SETTINGS = {
+    "grpo": ("--evaluation.every=0", "--prompts_per_step=2", *(f"--{word}" for word in (*ENVIRONMENT, *SAMPLING))),
+    "distill": (
+        "--teacher=tiny-dense",
+        "--batch_size=2",
+        *(f"--data.{word}" for word in ("kind=on_policy", *ENVIRONMENT, *SAMPLING)),
+    ),
+}
+RECIPE_SETTINGS["ppo"] = RECIPE_SETTINGS["grpo"]
 
 
-def run_grpo(group: Any, directory: str, start: int | None, *overrides: str) -> None:
-    options = [*SETTINGS, f"--environment.path={directory}/sums.jsonl", f"--run={directory}/run", *overrides]
-    RECIPES["grpo"].run(load(RECIPES["grpo"].config, None, options), "cpu", StartMode(start))
+def run_recipe(group: Any, recipe: str, directory: str, start: int | None) -> None:
+    path = "data.environment.path" if recipe == "distill" else "environment.path"
+    options = [*SETTINGS, *RECIPE_SETTINGS[recipe], f"--{path}={directory}/sums.jsonl", f"--run={directory}/run"]
+    RECIPES[recipe].run(load(RECIPES[recipe].config, None, [*options, "--steps=2"]), "cpu", StartMode(start))
 
 
 @pytest.mark.slow
-def test_all_completions_are_saved_once(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", ["grpo", "ppo", "distill"])
+def test_all_completions_are_saved_once(ranks: Ranks, tmp_path: Path, recipe: str) -> None:
     sums = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(8)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
-    ranks(1, run_grpo, str(tmp_path), None, "--steps=2")
+    ranks(1, run_recipe, recipe, str(tmp_path), None)
     expected = parquet.read_table(tmp_path / "run" / "completions").to_pylist()
     assert [row["step"] for row in expected] == [1] * 12 + [2] * 12, "more than the samples of the report"
     assert {row["prompt"] for row in expected} <= {row["prompt"] for row in sums}
@@ -51,7 +51,7 @@ def test_all_completions_are_saved_once(ranks: Ranks, tmp_path: Path) -> None:
         assert [row["reward"] for row in rows] == line["rewards"]
         assert [len(row["tokens"]) for row in rows] == [len(row["logprobs"]) for row in rows] == line["lengths"]
         assert [row["group"] for row in rows] == [rows[0]["group"]] * 6 + [rows[6]["group"]] * 6
-    ranks(1, run_grpo, str(tmp_path), 1, "--steps=2")
+    ranks(1, run_recipe, recipe, str(tmp_path), 1)
     assert parquet.read_table(tmp_path / "run" / "completions").to_pylist() == expected
 
 

@@ -159,6 +159,41 @@ def test_asynchronous_rollouts_of_a_mixture_keep_their_environments() -> None:
         environment.close()
 
 
+def continued(group: Any, directory: str) -> list[str]:
+    """Returns what a run with changed settings of its environments says, after a step of it."""
+    place, sentences = Path(directory), []
+    metrics_of(config_of(place, "run", "--steps=1"))
+
+    def resume(*overrides: str) -> None:
+        try:
+            metrics_of(load(GRPOConfig, place / "run.yaml", ["--samples_per_prompt=2", "--steps=2", *overrides]))
+        except ValueError as error:
+            sentences.append(str(error))
+
+    file = place / "run.yaml"
+    file.write_text(file.read_text().replace("workers: 0, weight: 1", "workers: 1, timeout: 40, weight: 1"))
+    resume()
+    file.write_text(file.read_text().replace("weight: 1", "weight: 3"))
+    resume()
+    file.write_text(file.read_text().replace("weight: 3", "weight: 1"))
+    (place / "words.jsonl").write_text((place / "words.jsonl").read_text() + '{"prompt": "word 5"}\n')
+    resume()
+    resume("--file_changes=allow", "--evaluation.every=0")
+    return sentences
+
+
+def test_what_does_not_matter_may_change_and_what_does_is_named_as_it_was_written(ranks: Ranks, tmp_path: Path) -> None:
+    ((weight, file, row),) = ranks(1, continued, str(tmp_path))
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["starts"][1]["changed"]["environment.1.workers"] == [
+        0,
+        1,
+    ]
+    assert "belongs to another run: environment.1.weight is 1.0 there and 3.0 here." in weight
+    assert "words.jsonl (environment.1.path) changed since" in file
+    assert "--file_changes allow to resume with the new one (of a dataset to train on, only with as many rows" in file
+    assert "holds out" in row or "restore the dataset" in row
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

@@ -96,6 +96,16 @@ def test_terminal_and_report_show_the_same_summary(tmp_path: Path) -> None:
     assert f"report: {run}/report.html" in terminal
 
 
+def test_an_evaluation_after_the_first_steps_is_not_called_before(tmp_path: Path) -> None:
+    for name, first in (("before", 2), ("first", 4)):
+        run = grpo_run(tmp_path / name)
+        metrics = run / "metrics.jsonl"
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+        kept = [{key: line[key] for key in line if line["step"] >= first or "eval/" not in key} for line in lines]
+        metrics.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        assert [row[0].partition(",")[0] for row in held_out_table(read_summary(run))[1:]][:1] == [name]
+
+
 def test_an_evaluation_is_a_table(tmp_path: Path) -> None:
     tmp_path.mkdir(exist_ok=True)
     with RunDirectory(tmp_path) as run:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from postlude.hf.families import FAMILIES
@@ -30,6 +31,7 @@ from postlude.verify.cases import resolve_source
 
 USUAL_MICROBATCHES = 4  # for each pipeline rank, where no batch is named
 PLANNED = ("sft", "dpo", "kto", "rm", "grpo", "ppo", "distill")  # recipes with a layout
+MAX_WIDTH = 1000  # characters of a table that must not be wrapped
 MAX_SHOWN_RANKS = 8  # of a pipeline that a table shows; of more, some
 
 
@@ -242,9 +244,8 @@ def _print_search(console: Console, result: SearchResult, options: argparse.Name
         console.print(f"No layout of {options.gpus} {options.gpu} fits in {usable}: {needs}. {fix}", highlight=False)
         return 1
     table = Table(box=None, padding=(0, 1, 0, 0))
-    table.add_column("layout", overflow="fold")
-    for name in ("step", "tok/s", "MFU", "memory", "bubble", "exchange", "waiting"):
-        table.add_column(name, no_wrap=True, justify="right")
+    for name in ("layout", "step", "tok/s", "MFU", "memory", "bubble", "exchange", "waiting"):
+        table.add_column(name, no_wrap=True, justify="left" if name == "layout" else "right")
     for plan in result.best:
         step, makespan = plan.step, plan.step.timeline.makespan
         shares = (step.bubble, step.exposed / makespan, step.waited / makespan)
@@ -255,7 +256,8 @@ def _print_search(console: Console, result: SearchResult, options: argparse.Name
             format_bytes(plan.peak),
         )
         table.add_row(_short(plan.model.layout), *cells, *(f"{share:.1%}" for share in shares))
-    console.print(table)
+    width = Measurement.get(console, console.options.update(max_width=MAX_WIDTH), table).maximum
+    console.print(table, width=width, crop=False)  # each layout in one line
     best, tokens = result.best[0], result.best[0].tokens
     console.print(f"{_short(best.model.layout)}: {explain_time(best)}.", highlight=False, markup=False, soft_wrap=True)
     console.print(f"Steps of {tokens:,} tokens; tok/s are those of one GPU.", highlight=False)

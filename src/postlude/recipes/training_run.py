@@ -21,7 +21,15 @@ from postlude.generate.probe import WeightsDiffer
 from postlude.recipes.export import BestCheckpoint, export_run, push_run
 from postlude.recipes.report.finish import finish_failed_run, finish_run
 from postlude.recipes.report.metrics import MEMORY, SPEED
-from postlude.recipes.run.directory import changed_files, checkpoint_step, flatten, is_rank0, open_run, read_metrics
+from postlude.recipes.run.directory import (
+    changed_files,
+    checkpoint_step,
+    describe_files,
+    flatten,
+    is_rank0,
+    open_run,
+    read_metrics,
+)
 from postlude.recipes.run.health import UnhealthyRun
 from postlude.recipes.run.machine_info import machine_info
 from postlude.recipes.run.outcome import EXIT_FAILED, RunFailed, RunOutcome, clear_outcome
@@ -128,7 +136,7 @@ class TrainingRun:
         if is_rank0():
             clear_outcome(directory.path)
             if changed := changed_files(directory.path, files):
-                LOG.warning("%s changed since the run was last started; the run uses the new files.", changed)
+                LOG.warning("%s changed since the run was last started, and is used as it is.", describe_files(changed))
         saved = directory.checkpoints(incomplete=True)
         directory.rename_checkpoints([path for path in saved if checkpoint_step(path) > step], LATER)
         directory.resume_at(step)

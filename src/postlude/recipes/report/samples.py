@@ -68,7 +68,7 @@ def _sample(kind: str, sample: Mapping[str, Any], limit: int) -> str:
     tags = [f'<span class="tag kind">{kind}</span>']
     if sample.get("reward") is not None:
         tags.append(f'<span class="tag">reward {escape(_number(sample["reward"]))}</span>')
-    components = sample.get("components") or sample.get("parts") or {}  # "parts" in files of earlier versions
+    components = sample.get("components") or {}
     for name, value in components.items():
         tags.append(f'<span class="tag">{escape(name)} {escape(_number(value))}</span>')
     if sample.get("tokens"):

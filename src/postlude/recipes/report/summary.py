@@ -67,6 +67,8 @@ class RunSummary:
     outcome: RunOutcome | None
     phases: Sequence[str]
     """Phases of the steps in order, without the evaluation before the first step."""
+    first_step: int
+    """The first logged step of the last phase; -1 before the first."""
     step: int
     """The last logged step; -1 before the first."""
     changes: Mapping[str, MetricChange]
@@ -157,6 +159,7 @@ def read_summary(run: Path, lines: Sequence[Mapping[str, Any]] | None = None) ->
     return RunSummary(
         outcome=read_outcome(run),
         phases=phases,
+        first_step=next((line["step"] for line in lines if line["step"] > 0 and line.get("phase") == phases[-1]), -1),
         step=max((line["step"] for line in lines), default=-1),
         changes=_changes(lines),
         completions=sum(count for count, _ in completions),
@@ -248,8 +251,9 @@ def held_out_table(summary: RunSummary) -> list[list[str]]:
     names = [summary.score.metric, *(name for name in summary.held_out if name.startswith(PASS))]
     names += [name for name in summary.held_out if name not in names]
     head = ["", *(name.removeprefix(EVAL) for name in names)]
-    steps = {"before": summary.score.first_step, "best": summary.score.best_step, "after": summary.score.last_step}
-    if steps["best"] in (steps["before"], steps["after"]):
+    first = "before" if summary.score.first_step < summary.first_step else "first"
+    steps = {first: summary.score.first_step, "best": summary.score.best_step, "after": summary.score.last_step}
+    if steps["best"] in (steps[first], steps["after"]):
         del steps["best"]
     if summary.is_evaluation:
         steps = {f"{summary.completions:,} completions": summary.score.last_step}

@@ -97,8 +97,7 @@ class RolloutQueue:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues from a `state`."""
         self.task_sampler.restore(state["sampler"])
-        # Checkpoints of earlier versions call them "begun".
-        self._tasks_to_restart = deque(state.get("pending_tasks", state.get("begun", ())))
+        self._tasks_to_restart = deque(state["pending_tasks"])
         self._resampled = len(self._tasks_to_restart) * self.samples_per_prompt
         if self._resampled and self.rollout_sampler.rollout_engine.controller.is_rank0:
             LOG.warning(

@@ -13,6 +13,20 @@ from postlude.world.agreement import RankFailure, gather_and_decide
 
 MISSING = object()
 SHOWN = 3  # differences that a sentence names
+ENVIRONMENTS = (
+    "environment",
+    "environment.environments.*",
+    "data.environment",
+    "evaluation.sets.*.environment",
+    "sets.*.environment",
+)
+CALLS = (  # where and how long rewards are computed, not which
+    "workers",
+    "worker_limits",
+    "timeout",
+    *(f"rewards.*.{name}" for name in ("timeout", "concurrency", "retries", "device", "url", "key_variable")),
+)
+MIXTURE = re.compile(r"(?<![^.])(?:datasets|environments)\.(?=\d)")  # the keys that a list of a mixture stands for
 
 MAY_CHANGE = (
     # placement and computation
@@ -60,20 +74,7 @@ MAY_CHANGE = (
     "max_skipped_steps",
     "limits",
     "file_changes",
-    "code_changes",  # its earlier name
-    "environment.workers",
-    "environment.worker_limits",
-    "environment.timeout",
-    "data.environment.workers",
-    "data.environment.worker_limits",
-    "data.environment.timeout",
-    "evaluation.sets.*.environment.workers",
-    "evaluation.sets.*.environment.worker_limits",
-    "evaluation.sets.*.environment.timeout",
-    *(
-        f"environment.rewards.*.{name}"
-        for name in ("timeout", "concurrency", "retries", "device", "url", "key_variable")  # where, not what
-    ),
+    *(f"{environment}.{name}" for environment in ENVIRONMENTS for name in CALLS),
 )
 """Dotted paths that may change when a run resumes, with everything below them. "*" is any name."""
 
@@ -84,6 +85,11 @@ def differences(new: Any, old: Any, path: str = "") -> Iterator[tuple[str, Any, 
         for name in [*new, *(name for name in old if name not in new)]:
             inner = f"{path}.{name}" if path else str(name)
             yield from differences(new.get(name, MISSING), old.get(name, MISSING), inner)
+    elif all(isinstance(value, list) and value and isinstance(value[0], dict) for value in (new, old)) and (
+        len(new) == len(old)
+    ):
+        for index, items in enumerate(zip(new, old, strict=True)):
+            yield from differences(*items, f"{path}.{index}")
     elif new != old:
         yield path, old, new
 
@@ -118,9 +124,15 @@ def is_covered(path: str, by: Collection[str]) -> bool:
     )
 
 
+def written_key(path: str) -> str:
+    """Returns a key as users write it: environment.1.path for environment.environments.1.path."""
+    return MIXTURE.sub("", path)
+
+
 def describe_differences(differing: list[tuple[str, Any, Any]]) -> str:
     words = [
-        f"{path} is {format_value(old)} there and {format_value(new)} here" for path, old, new in differing[:SHOWN]
+        f"{written_key(path)} is {format_value(old)} there and {format_value(new)} here"
+        for path, old, new in differing[:SHOWN]
     ]
     beyond = len(differing) - SHOWN
     return "; ".join(words) + (f"; and {beyond} more" if beyond > 0 else "")

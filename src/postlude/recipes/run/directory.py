@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -36,11 +37,13 @@ from postlude.recipes.run.config_changes import (
     describe_differences,
     differences,
     is_covered,
+    written_key,
 )
 from postlude.recipes.run.json_lines import JSONLinesFile
 from postlude.recipes.run.lock import RunLock
 from postlude.recipes.run.loggers import TENSORBOARD, MetricLoggers, RunInfo, check_loggers
 from postlude.recipes.run.start_mode import CHECKPOINTS, STEP
+from postlude.user_code import CALL
 from postlude.world.agreement import on_rank0
 
 CONFIG, EARLIER, RECORD = "config.yaml", "configs", "run.json"
@@ -396,15 +399,12 @@ def _changes(
     if not steps:
         return {}
     if (changed := changed_files(path, files)) and config.get("file_changes") != "allow":
-        raise ValueError(
-            f"{changed} changed since {path} was last started. Restore the file, set --file_changes allow to resume "
-            "with the new one, or give another directory (--run)."
-        )
+        raise ValueError(_refused_files(path, changed))
     written = _config_of(path)
     changed_keys = [
         (key, old, new)
         for key, old, new in differences(with_masks_of(written, masked), written)
-        if not (old is MISSING and new in defaults.get(key, ()))
+        if not (old is MISSING and new in defaults.get(re.sub(r"\.\d+\.", ".*.", key), ()))
     ]
     refused = [change for change in changed_keys if not is_covered(change[0], may_change)]
     if refused:
@@ -414,16 +414,41 @@ def _changes(
             f"{path} belongs to another run: {describe_differences(refused)}. Give the same config to resume it, "
             f"another directory (--run), or --overwrite to delete that run{other}."
         )
-    return {key: [None if value is MISSING else value for value in (old, new)] for key, old, new in changed_keys}
+    return {
+        written_key(key): [None if value is MISSING else value for value in (old, new)]
+        for key, old, new in changed_keys
+    }
 
 
-def changed_files(run: Path, files: Callable[[], InputFiles]) -> str:
-    """Returns the files that changed since the run was last started, each with its key, or ""."""
+def changed_files(run: Path, files: Callable[[], InputFiles]) -> dict[str, str]:
+    """Returns the files, and functions of a call, that changed since the run was last started, by their keys."""
     starts = read_record(run).get("starts") or [{}]
-    old = starts[-1].get("files") or starts[-1].get("code", {})  # earlier versions had code alone
+    old = starts[-1].get("files", {})
     new = files() if old else {}
     changed = [key for key in new if key in old and old[key][0] == new[key][0] and old[key][1] != new[key][1]]
-    return " and ".join(f"{new[key][0]} ({key})" for key in changed)
+    return {written_key(key): new[key][0] for key in changed}
+
+
+def describe_files(changed: Mapping[str, str]) -> str:
+    """Names changed files and functions, each with its key."""
+    kinds = {key: "the function " * value.startswith(CALL) for key, value in changed.items()}
+    return " and ".join(f"{kinds[key]}{value.removeprefix(CALL)} ({key})" for key, value in changed.items())
+
+
+def _refused_files(run: Path, changed: Mapping[str, str]) -> str:
+    """Returns why a run with changed files is not resumed."""
+    what, them = (
+        f"{describe_files(changed)} changed since {run} was last started.",
+        "them" if len(changed) > 1 else "it",
+    )
+    new = "the new ones" if len(changed) > 1 else "the new one"
+    if any(key.endswith("path") and not key.startswith("evaluation.") for key in changed):
+        new += " (of a dataset to train on, only with as many rows as before)"
+    if any(value.startswith(CALL) for value in changed.values()):
+        return (
+            f'{what} Restore {them}, pass file_changes="allow" to resume with {new}, or give another directory as run.'
+        )
+    return f"{what} Restore {them}, set --file_changes allow to resume with {new}, or give another directory (--run)."
 
 
 def _has_steps(path: Path) -> str:
