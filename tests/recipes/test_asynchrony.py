@@ -26,6 +26,7 @@ from postlude.recipes.config.settings import SamplingSettings
 from postlude.recipes.grpo import GRPOTrainer
 from postlude.recipes.rollouts.queue import RolloutQueue, policy_lag
 from postlude.recipes.rollouts.sampler import RolloutSampler
+from postlude.recipes.row_sources import OrderedRows, StepSizes
 from postlude.recipes.run.directory import read_metrics
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.schedule import StepTimer
@@ -101,7 +102,9 @@ def fixed(prompt: Any, completion: str, example: Any) -> float:
 class QueueUser:
     """Takes groups from a RolloutQueue, as a trainer does, and does not train on them."""
 
-    def __init__(self, staleness: int, *, steps: int = 6, engine: Any = None, tasks: int = 12) -> None:
+    def __init__(
+        self, staleness: int, *, steps: int = 6, engine: Any = None, tasks: int = 12, prompts: int | None = None
+    ) -> None:
         self.tasks = [Task(f"task {index}:", {}, f"task {index}") for index in range(tasks)]
         self.engine = engine or DelayedEngine()
         self.environment = SingleTurn(self.tasks, FunctionReward(fixed, workers=0))
@@ -118,11 +121,10 @@ class QueueUser:
         self.queue = RolloutQueue(
             self.rollout_sampler,
             self.tasks,
-            RowOrder(tasks, 5),
+            OrderedRows(range(tasks), RowOrder(tasks, 5)),
             samples_per_prompt=SAMPLES,
-            prompts_per_step=PROMPTS,
+            prompts_of_step=StepSizes(PROMPTS, prompts or steps * PROMPTS).of_step,
             max_staleness=staleness,
-            total_steps=steps,
         )
 
     def take_names(self, step: int, count: int = PROMPTS) -> list[str]:
@@ -181,6 +183,13 @@ def test_pending_groups_are_sampled_again_after_a_resume(noise: random.Random) -
         assert second_run.queue.state()["pending_tasks"] == []
     assert Counter(names) == Counter({task.name: 2 for task in run.tasks})
     assert Counter(repeated_names[2 * PROMPTS :]) <= Counter(names[2 * PROMPTS :])
+
+
+def test_no_group_is_started_that_no_step_trains_on() -> None:
+    with closing(QueueUser(2, prompts=2 * PROMPTS + 1)) as run:
+        names = [name for step, count in enumerate((PROMPTS, PROMPTS, 1)) for name in run.take_names(step, count)]
+        assert run.queue.state()["pending_tasks"] == []
+        assert len(names) == len(set(names)) == 2 * PROMPTS + 1
 
 
 def test_another_take_in_the_same_step_starts_more_groups() -> None:

@@ -167,13 +167,32 @@ def test_run_name_comes_from_its_config_or_its_recipe_and_model(tmp_path: Path) 
     assert run("grpo", file, "--run=mine") == "mine"
 
 
+@pytest.mark.parametrize(("command", "words"), [("sft", ["--data.path=a"]), ("grpo", []), ("ppo", [])])
+def test_a_run_has_one_length(tmp_path: Path, command: str, words: list[str]) -> None:
+    """What is set later replaces the other one of `steps` and `epochs`."""
+    read, file = RECIPES[command].read, tmp_path / "both.yaml"
+    for text, override in (("steps: 9", "--epochs=2"), ("epochs: 2", "--steps=9"), ("steps: 9", "--epochs=none")):
+        file.write_text(text)
+        config = read(file, [*words, override])
+        assert {name: getattr(config, name) for name in ("steps", "epochs")} == {
+            "--epochs=2": {"steps": None, "epochs": 2.0},
+            "--steps=9": {"steps": 9, "epochs": None},
+            "--epochs=none": {"steps": None, "epochs": None},
+        }[override]
+        assert read(file, words, [{"epochs": 3}]).steps is None
+    (tmp_path / "over.yaml").write_text("extends: both.yaml\nepochs: 4")
+    assert (read(tmp_path / "over.yaml", words).steps, read(tmp_path / "over.yaml", words).epochs) == (None, 4.0)
+    with pytest.raises(ConfigError, match="steps is 9 and epochs is 2, but each is the length of the run"):
+        read(file, [*words, "--steps=9", "--epochs=2"])
+
+
 def test_schedule_covers_all_optimizer_steps_by_default() -> None:
     grpo, decay = RECIPES["grpo"], ("--steps=10", "--minibatches=4", "--optimizer.schedule.shape=linear")
     warm = ("--warm_start.steps=7", "--warm_start.optimizer.schedule.shape=cosine")
-    assert [optimizer.schedule.steps for optimizer in grpo.read(None, [*decay, *warm]).fit_optimizers()] == [7, 40]
-    assert grpo.read(None, [*decay, "--optimizer.schedule.steps=50"]).fit_optimizers()[1].schedule.steps == 50
+    assert [optimizer.schedule.steps for optimizer in grpo.read(None, [*decay, *warm]).fit_optimizers(10)] == [7, 40]
+    assert grpo.read(None, [*decay, "--optimizer.schedule.steps=50"]).fit_optimizers(10)[1].schedule.steps == 50
     decayed = grpo.read(None, [*decay, "--optimizer.schedule.steps=10", "--optimizer.schedule.floor=0.1"])
-    assert decayed.fit_optimizers()[1].schedule.steps == 10, "then it stays at the floor"
+    assert decayed.fit_optimizers(10)[1].schedule.steps == 10, "then it stays at the floor"
     with pytest.raises(ConfigError, match=r"optimizer.schedule.steps is 10, but the run makes 40 optimizer steps: .*"):
         grpo.read(None, [*decay, "--optimizer.schedule.steps=10"])
     with pytest.raises(ConfigError, match=r"schedule\.steps is 3, but the run makes 5 optimizer steps"):
@@ -214,11 +233,11 @@ def test_json_schema_rejects_what_the_command_rejects(change: dict[str, Any], lo
 
 def test_json_schema_describes_every_option() -> None:
     schema = file_schema(RECIPES["grpo"].config)
-    assert schema["properties"]["steps"] == {
-        "description": "Number of steps with rollouts, after those of the warm start.",
+    assert schema["properties"]["prompts_per_step"] == {
+        "description": "Prompts per step.",
         "type": "integer",
         "exclusiveMinimum": 0,
-        "default": 200,
+        "default": 32,
     }
     assert schema["$defs"]["SGD"]["properties"]["kind"] == {"const": "sgd"}
     assert schema["properties"]["environment"]["default"]["kind"] == "reasoning_gym"

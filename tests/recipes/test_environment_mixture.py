@@ -19,7 +19,7 @@ from postlude.recipes.grpo import GRPOTrainer, checks
 from postlude.recipes.ppo import PPOTrainer
 from postlude.recipes.rollouts.queue import RolloutQueue
 from postlude.recipes.rollouts.sampler import RolloutSampler
-from postlude.recipes.row_sources import MixedRows, TaskOrder
+from postlude.recipes.row_sources import MixedRows, OrderedRows, StepSizes
 from postlude.recipes.run.schedule import StepTimer
 from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.recipes.training_run import run_training
@@ -130,7 +130,8 @@ def test_asynchronous_rollouts_of_a_mixture_keep_their_environments() -> None:
     tasks = JoinedTasks({name: environment.tasks for name, environment in environments.items()})
 
     def order() -> MixedRows[int]:
-        return MixedRows({name: TaskOrder(RowOrder(4, 3), 4 * number) for number, name in enumerate("ab")}, [3.0, 1.0])
+        orders = {name: OrderedRows(range(first, first + 4), RowOrder(4, 3)) for name, first in (("a", 0), ("b", 4))}
+        return MixedRows(orders, [3.0, 1.0])
 
     sampler = RolloutSampler(
         DelayedEngine(),  # type: ignore[arg-type]
@@ -142,7 +143,7 @@ def test_asynchronous_rollouts_of_a_mixture_keep_their_environments() -> None:
         timer=StepTimer(),
         background=True,
     )
-    sizes = {"samples_per_prompt": 2, "prompts_per_step": 4, "max_staleness": 1, "total_steps": 6}
+    sizes: Any = {"samples_per_prompt": 2, "prompts_of_step": StepSizes(4, 24).of_step, "max_staleness": 1}
     with closing(sampler):
         queue = RolloutQueue(sampler, tasks, order(), **sizes)
         for step in range(3):
@@ -152,7 +153,7 @@ def test_asynchronous_rollouts_of_a_mixture_keep_their_environments() -> None:
         resumed = RolloutQueue(sampler, tasks, order(), **sizes)
         resumed.restore(json.loads(json.dumps(queue.state())))
         assert resumed.task_sampler.take(8) == queue.task_sampler.take(8)
-        other = RolloutQueue(sampler, tasks, RowOrder(8, 3), **sizes)
+        other = RolloutQueue(sampler, tasks, OrderedRows(range(8), RowOrder(8, 3)), **sizes)
         with pytest.raises(ValueError, match="saved order"):
             other.restore(queue.state())
     for environment in environments.values():

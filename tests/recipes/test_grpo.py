@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from contextlib import closing, suppress
 from pathlib import Path
 from statistics import mean
@@ -25,6 +26,7 @@ from postlude.recipes.report.summary import read_summary
 from postlude.recipes.rollout_columns import RolloutRows, overlong_fraction, routing_column
 from postlude.recipes.rollouts.evaluation_sets import evaluation_metrics
 from postlude.recipes.rollouts.sampler import LOGGED_SAMPLES, RolloutBatch
+from postlude.recipes.row_sources import StepSizes
 from postlude.recipes.run.directory import read_layers
 from postlude.recipes.run.outcome import RunFailed, RunOutcome, read_outcome
 from postlude.recipes.training_run import run_training
@@ -103,6 +105,32 @@ def test_run_writes_metrics_samples_checkpoints_and_a_report(ranks: Ranks, tmp_p
     assert (summary.score.first, summary.score.last) == (rows[1]["eval/reward_mean"], rows[-1]["eval/reward_mean"])
     assert summary.outcome == RunOutcome("finished", 5)
     assert summary.model is not None
+
+
+def run_epochs(group: Any, directory: str, *epochs: str) -> None:
+    for number in epochs:
+        run(
+            config_of(
+                Path(directory), "--evaluation={every: 0, tasks: 56}", "--warm_start.steps=0", "--prompts_per_step=3",
+                "--samples_per_prompt=2", "--export=false", "--save_completions=true", f"--epochs={number}",
+            )
+        )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_epochs_are_passes_over_the_tasks(ranks: Ranks, tmp_path: Path) -> None:
+    """Of eight tasks: the last step has the one that is left, also in a run that is continued."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    tables = []
+    for name, epochs in (("whole", ["2"]), ("parts", ["1.5", "2"])):
+        (tmp_path / name).mkdir()
+        ranks(1, run_epochs, str(tmp_path / name), *epochs)
+        tables.append(parquet.read_table(tmp_path / name / "run" / "completions").to_pylist())
+    whole, parts = tables
+    assert whole == parts
+    assert Counter(row["step"] for row in whole) == {1: 6, 2: 6, 3: 6, 4: 6, 5: 6, 6: 2}
+    assert Counter(row["prompt"] for row in whole[:16]) == Counter({row["prompt"]: 2 for row in SUMS[:8]})
+    assert Counter(row["prompt"] for row in whole) == Counter({row["prompt"]: 4 for row in SUMS[:8]})
 
 
 def run_that_fails_once(group: Any, directory: str) -> tuple[str, list[str], RunOutcome | None]:
@@ -428,7 +456,7 @@ def rollout_of(rounds: list[list[Trajectory]], **settings: Any) -> tuple[list[Ba
     """Returns the minibatches and metrics of a trainer that samples these trajectories, one list per round."""
     trainer, remaining = object.__new__(GRPOTrainer), iter(rounds)
     trainer.config = GRPOConfig(prompts_per_step=2, samples_per_prompt=3, run=Path("nowhere"), **settings)
-    trainer.step = 0
+    trainer.step, trainer.warm_start_steps, trainer.step_sizes = 0, 0, StepSizes(2, 2)
     trainer.queue, trainer.run, trainer.health, trainer.rollout_sampler, trainer.engine, trainer.tokenizer = (
         Mock() for _ in range(6)
     )

@@ -107,7 +107,6 @@ def test_skipped_steps_of_a_critic_are_counted_beside_those_of_the_policy() -> N
         watched.check_update(math.nan, True, 2, CRITIC)
 
 
-<<<<<<< HEAD
 def test_a_checkpoint_restores_the_initial_weight_norm_and_skipped_steps() -> None:
     watched, resumed = health(), health()
     watched.check_update(math.nan, True, 1)
@@ -118,8 +117,6 @@ def test_a_checkpoint_restores_the_initial_weight_norm_and_skipped_steps() -> No
         resumed.check_weights(21.0, 2)
 
 
-=======
->>>>>>> bc9240f1 (Name what changed since a run as users write it, and what helps)
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
 def test_a_model_whose_weights_are_not_finite_is_refused(norm: float) -> None:
     with pytest.raises(ValueError, match=rf"the weights of model are not finite: their norm is {norm:g}"):

@@ -52,6 +52,8 @@ def test_messages_agree_with_the_migration_pages(page: Path) -> None:
         ("dpo", "beta", "objective.beta"),
         ("grpo", "kl_coef", "reward_kl.coefficient"),
         ("ppo", "optimizer.learning_rate", "optimizer.lr"),
+        ("ppo", "num_train_epochs", "epochs"),
+        ("grpo", "num_iterations", "rollout_epochs"),
     ],
 )
 def test_key_of_another_framework_is_refused_with_the_one_to_use(command: str, name: str, key: str) -> None:

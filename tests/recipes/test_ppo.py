@@ -41,7 +41,7 @@ steps: 3
 prompts_per_step: 4
 samples_per_prompt: 2
 minibatches: 2
-epochs: 2
+rollout_epochs: 2
 sampling: {{max_new_tokens: 6}}
 optimizer: {{lr: 1e-3}}
 evaluation: {{every: 0}}

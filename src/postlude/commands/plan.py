@@ -257,7 +257,7 @@ def _print_search(console: Console, result: SearchResult, options: argparse.Name
         )
         table.add_row(_short(plan.model.layout), *cells, *(f"{share:.1%}" for share in shares))
     width = Measurement.get(console, console.options.update(max_width=MAX_WIDTH), table).maximum
-    console.print(table, width=width, crop=False)  # each layout in one line
+    Console(width=max(width, console.width)).print(table)  # each layout in one line, also in a narrow terminal
     best, tokens = result.best[0], result.best[0].tokens
     console.print(f"{_short(best.model.layout)}: {explain_time(best)}.", highlight=False, markup=False, soft_wrap=True)
     console.print(f"Steps of {tokens:,} tokens; tok/s are those of one GPU.", highlight=False)

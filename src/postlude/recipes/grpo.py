@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 
 from postlude.data import Batch
 from postlude.data.chat import EncodedSequence
-from postlude.data.datasets import RowOrder
+from postlude.data.datasets import RowOrder, RowSource
 from postlude.data.microbatch import ROUTING
 from postlude.engine import Engine
 from postlude.engine.reference import Reference
@@ -48,7 +47,7 @@ from postlude.recipes.rollouts.evaluation_sets import EvaluationSet, evaluate, e
 from postlude.recipes.rollouts.prompts import build_environment, warm_start_example
 from postlude.recipes.rollouts.queue import RolloutQueue, policy_lag
 from postlude.recipes.rollouts.sampler import RolloutBatch, log_trajectories, open_rollout_sampler, trajectory_metrics
-from postlude.recipes.row_sources import SEED_STRIDE, MixedRows, TaskOrder
+from postlude.recipes.row_sources import SEED_STRIDE, MixedRows, OrderedRows, StepSizes
 from postlude.recipes.run.directory import checkpoint_step
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.split import Split
@@ -71,20 +70,20 @@ class GRPOTrainer(Trainer):
     """Groups with fewer trajectories are not trained on."""
 
     def __init__(self, config: PolicyConfig, device: str, runtime: Runtime = LOCAL_RUNTIME) -> None:
-        self.warm_start_optimizer, self.optimizer = config.fit_optimizers()
-        initial_optimizer = self.warm_start_optimizer if config.warm_start.steps else self.optimizer
-        super().__init__(config, device, initial_optimizer, runtime)
         self.warm_start_steps = config.warm_start.steps
-        self.total_steps = self.warm_start_steps + config.steps
+        super().__init__(config, device, config.warm_start.optimizer if self.warm_start_steps else None, runtime)
         self.evaluate_every, self.evaluate_at_start = config.evaluation.every, config.evaluation.at_start
         self.reference: Reference | Engine | None = None
         self.objective: Objective = build_objective(config.objective)
         with self.close_on_error():
             if config.reference_model is not None:
                 self.reference = open_frozen_model(config.reference_model, self.engine)
-            self._open_environment_and_queue()
+            self._open_tasks()
+            self._plan_steps()
+            self._open_queue()
 
-    def _open_environment_and_queue(self) -> None:
+    def _open_tasks(self) -> None:
+        """Opens the environments and the evaluation sets, and plans which tasks are trained on, and when."""
         config, factory = self.config, self.runtime.pool_factory
         settings, self.environments = environments_of(config.environment), dict[str, Environment]()
         seeds = {name: config.seed + SEED_STRIDE * number for number, name in enumerate(settings)}
@@ -108,19 +107,37 @@ class GRPOTrainer(Trainer):
         tasks_by_set = {evaluation_set.name: evaluation_set.tasks for evaluation_set in self.evaluation_sets}
         tasks_by_name = {name: environment.tasks for name, environment in self.environments.items()}
         self.evaluated = evaluated_tasks(tasks_by_name, evaluation.held_out, evaluation.split_by, tasks_by_set)
-        samplers = {
-            name: RowOrder(len(tasks), seeds[name], skip=self.evaluated[name]) for name, tasks in tasks_by_name.items()
-        }
+        orders, first = dict[str, RowSource[int]](), 0
+        for name, evaluated in self.evaluated.items():
+            order = RowOrder(len(evaluated.tasks), seeds[name], skip=evaluated)
+            indices = range(first, first + len(evaluated.tasks))
+            orders[name], first = OrderedRows(indices, order, evaluated.count_trained), indices.stop
         self.tasks: Tasks
-        self.task_sampler: RowOrder | MixedRows[int]
-        if not isinstance(config.environment, EnvironmentMixture):
-            (self.tasks,), (self.task_sampler,) = tasks_by_name.values(), samplers.values()
-        else:
+        self.task_sampler: RowSource[int]
+        if isinstance(config.environment, EnvironmentMixture):
             self.tasks = JoinedTasks(tasks_by_name)
-            firsts = accumulate((len(tasks) for tasks in tasks_by_name.values()), initial=0)
-            orders = {name: TaskOrder(samplers[name], first) for name, first in zip(samplers, firsts, strict=False)}
             self.task_sampler = MixedRows(orders, [part.weight for part in config.environment.environments])
-        staleness = config.asynchrony.max_staleness
+        else:
+            (self.tasks,), (self.task_sampler,) = tasks_by_name.values(), orders.values()
+
+    def _plan_steps(self) -> None:
+        """Sets the number of steps, and the optimizers, whose schedules depend on it."""
+        config, size = self.config, self.config.prompts_per_step
+        if config.epochs is None:
+            self.step_sizes = StepSizes(size, size * config.known_steps)
+        else:
+            tasks = self.task_sampler.size
+            assert tasks is not None, "environments know their number of tasks"
+            self.step_sizes = StepSizes.of_epochs(size, config.epochs, tasks)
+            config.check_steps(self.step_sizes.steps)
+        self.total_steps = self.warm_start_steps + self.step_sizes.steps
+        self.warm_start_optimizer, self.optimizer = config.fit_optimizers(self.step_sizes.steps)
+        first = self.warm_start_optimizer if self.warm_start_steps else self.optimizer
+        if first != self.engine.options.optimizer:  # the length of its schedule is known only now
+            self.engine.set_optimizer(first)
+
+    def _open_queue(self) -> None:
+        config, staleness = self.config, self.config.asynchrony.max_staleness
         self.rollout_sampler = open_rollout_sampler(
             self,
             self.environments,
@@ -135,10 +152,13 @@ class GRPOTrainer(Trainer):
             self.tasks,
             self.task_sampler,
             samples_per_prompt=config.samples_per_prompt,
-            prompts_per_step=config.prompts_per_step,
+            prompts_of_step=self.prompts_of_step,
             max_staleness=staleness,
-            total_steps=self.total_steps,
         )
+
+    def prompts_of_step(self, step: int) -> int:
+        """Returns the number of prompts of a step. The last one of the epochs has those that are left."""
+        return self.step_sizes.of_step(step - self.warm_start_steps)
 
     @property
     def phase(self) -> str:
@@ -210,7 +230,8 @@ class GRPOTrainer(Trainer):
         self.health.check_rewards(sampled, self.step + 1)
         metrics = trajectory_metrics(sampled)
         if self.config.samples_per_prompt > 1:
-            metrics["groups_trained"] = len(self._groups_with_different_rewards(trained)) / self.config.prompts_per_step
+            prompts = self.prompts_of_step(self.step)
+            metrics["groups_trained"] = len(self._groups_with_different_rewards(trained)) / prompts
         metrics |= self.queue.take_metrics() | self.rollout_sampler.take_metrics()
         if (lag := policy_lag(trained, self.engine.step)) is not None:
             metrics["policy_lag"] = lag
@@ -227,7 +248,7 @@ class GRPOTrainer(Trainer):
         trained: list[Trajectory] = []
         sampled: list[Trajectory] = []
         for _ in range(1 + config.dynamic_sampling):
-            missing = config.prompts_per_step - len({trajectory.group for trajectory in trained})
+            missing = self.prompts_of_step(self.step) - len({trajectory.group for trajectory in trained})
             if not missing:
                 break
             trajectories = self.queue.take(missing, self.step)
@@ -270,14 +291,16 @@ class GRPOTrainer(Trainer):
         return self.train_batch(minibatch, self.objective)
 
     def train_minibatches(self, batch: RolloutBatch) -> StepMetrics:
-        """Runs one optimizer step on each minibatch of the step's rollouts, `epochs` times."""
+        """Runs one optimizer step on each minibatch of the step's rollouts, `rollout_epochs` times."""
         if not batch.minibatches:
             return {LOSS: 0.0}
         # All log-probs are computed before the first update, with the weights that all minibatches start from.
         scored = [self._with_logprobs(minibatch) for minibatch in batch.minibatches]
         controller = self.rollout_sampler.rollout_engine.controller
         minibatches, advantage_metrics = self.add_advantages(RolloutRows(scored, self.engine.mesh, controller.group))
-        results = [self.train_minibatch(minibatch) for _ in range(self.config.epochs) for minibatch in minibatches]
+        results = [
+            self.train_minibatch(minibatch) for _ in range(self.config.rollout_epochs) for minibatch in minibatches
+        ]
         metrics: StepMetrics = dict(advantage_metrics)
         for name in dict.fromkeys(name for result in results for name in result):
             reduce = REDUCTIONS[self.reductions.get(name, "mean")]
@@ -376,6 +399,10 @@ def checks(inputs: PreflightInputs, extra_columns: Mapping[str, Any] | None = No
         return warm_start_example(task, inputs.tokenizer, inputs.limit, options)
 
     warm_start = example if config.warm_start.steps else None
+    names = environments_of(config.environment)
+    epochs_check = [
+        Check("epochs", lambda: _check_epochs(inputs), after=tuple(f"tasks {name}".strip() for name in names))
+    ]
     routing_checks = [Check("replay_routing", lambda: _check_replay(inputs), after=("model",))]
     return [
         *training_checks(inputs, trial),
@@ -388,6 +415,7 @@ def checks(inputs: PreflightInputs, extra_columns: Mapping[str, Any] | None = No
                 inputs, part, config.sampling, name=name, example=warm_start, held_out=config.evaluation
             )
         ),
+        *(epochs_check if config.epochs is not None else []),
         *evaluation_set_checks(inputs, config.evaluation.sets, config.sampling, "evaluation.sets"),
         *(
             check
@@ -405,6 +433,16 @@ def checks(inputs: PreflightInputs, extra_columns: Mapping[str, Any] | None = No
 
 
 run = partial(run_recipe, GRPOTrainer)
+
+
+def _check_epochs(inputs: PreflightInputs) -> str:
+    """Returns how many steps the epochs are. Tasks of evaluation sets are counted, though they are left out."""
+    config: PolicyConfig = inputs.config
+    tasks = sum(inputs.trained_tasks)
+    steps = StepSizes.of_epochs(config.prompts_per_step, config.epochs or 1, tasks).steps
+    if not config.evaluation.sets:
+        config.check_steps(steps)
+    return f"{'about ' * bool(config.evaluation.sets)}{steps:,} steps for {config.epochs:g} × {tasks:,} tasks"
 
 
 def _check_replay(inputs: PreflightInputs) -> str:

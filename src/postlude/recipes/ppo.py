@@ -44,7 +44,7 @@ class PPOTrainer(GRPOTrainer):
         if config.critic.model is not None:
             with self.close_on_error():
                 other = self.engine.options.for_other_model()
-                options = replace(other, critic=True, optimizer=config.fit_critic_optimizer())
+                options = replace(other, critic=True, optimizer=config.fit_critic_optimizer(self.step_sizes.steps))
                 self.critic = Engine(config.critic.model, **vars(options))
 
     @property

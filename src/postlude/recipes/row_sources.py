@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from postlude.data.datasets import HeldOutRows, RowOrder, RowSource
 from postlude.recipes.report.metrics import ROWS
@@ -42,15 +44,42 @@ def _identity_by_index(rows: IndexedRows[Any]) -> Callable[[int], bytes]:
     return getattr(rows, "identity", None) or (lambda index: task_identity(rows[index]))  # encoded rows, or tasks
 
 
-class OrderedRows(RowSource[Row]):
-    """Rows of known number, in the order of a `RowOrder`."""
+@dataclass(frozen=True)
+class StepSizes:
+    """How many rows, or prompts, each step takes: `size`, and the last one what is left of `total`."""
 
-    def __init__(self, order: RowOrder) -> None:
-        self.order = order
+    size: int
+    total: int
+
+    @classmethod
+    def of_epochs(cls, size: int, epochs: float, rows: int, *, least: int = 1) -> Self:
+        """Returns those of passes over rows. A last step of fewer than `least` rows is left out."""
+        total = max(least, round(epochs * rows))
+        rest = total % size
+        return cls(size, total - rest if rest < least else total)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps."""
+        return -(-self.total // self.size)
+
+    def of_step(self, step: int) -> int:
+        """Returns the size of a step; 0 after the last."""
+        return max(0, min(self.size, self.total - step * self.size))
+
+
+class OrderedRows(RowSource[Row]):
+    """Rows by index, in an order that skips those that others hold out. `count` returns how many are left."""
+
+    def __init__(self, rows: IndexedRows[Row], order: RowOrder, count: Callable[[], int] | None = None) -> None:
+        self.rows, self.order, self._count = rows, order, functools.cache(count or rows.__len__)
+
+    def take(self, count: int) -> list[Row]:
+        return [self.rows[index] for index in self.order.take(count)]
 
     @property
     def size(self) -> int:
-        return self.order.size
+        return self._count()
 
     @property
     def progress(self) -> float:
@@ -67,13 +96,9 @@ class ShuffledRows(OrderedRows[Row]):
     """Rows of known number: each once an epoch, in shuffled order or, without `shuffle`, in their own."""
 
     def __init__(self, rows: IndexedRows[Row], *, held_out: int, seed: int, shuffle: bool = True) -> None:
-        self.rows = rows
         self.skip = hold_out_rows(rows, held_out) if held_out else None
         self._held_out_identities = set[bytes]() if self.skip is None else set(self.skip.tasks.identities)
-        super().__init__(RowOrder(len(rows), seed, skip=self.skip or (), shuffle=shuffle))
-
-    def take(self, count: int) -> list[Row]:
-        return [self.rows[index] for index in self.order.take(count)]
+        super().__init__(rows, RowOrder(len(rows), seed, skip=self.skip or (), shuffle=shuffle))
 
     @property
     def identities(self) -> set[bytes]:
@@ -95,20 +120,6 @@ class ShuffledRows(OrderedRows[Row]):
     def size(self) -> int:
         skip = self.skip
         return len(self.rows) if skip is None else sum(index not in skip for index in range(len(self.rows)))
-
-
-class TaskOrder(OrderedRows[int]):
-    """The indices of the tasks of one environment among those of several: from `first` on, in their order.
-
-    The order skips what is held out.
-    """
-
-    def __init__(self, order: RowOrder, first: int) -> None:
-        super().__init__(order)
-        self.first = first
-
-    def take(self, count: int) -> list[int]:
-        return [self.first + index for index in self.order.take(count)]
 
 
 class MixedRows(RowSource[Row]):

@@ -22,7 +22,14 @@ from postlude.recipes.config.recipe_configs import SupervisedConfig
 from postlude.recipes.config.settings import fit_schedule
 from postlude.recipes.dataset import EncodedRows, StreamEncoder, cache_folder
 from postlude.recipes.report.metrics import EVAL, LOSS
-from postlude.recipes.row_sources import SEED_STRIDE, IndexedRows, MixedRows, ShuffledRows, dataset_names
+from postlude.recipes.row_sources import (
+    SEED_STRIDE,
+    IndexedRows,
+    MixedRows,
+    ShuffledRows,
+    StepSizes,
+    dataset_names,
+)
 from postlude.recipes.run.directory import is_rank0
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.split import Split
@@ -47,8 +54,8 @@ class SupervisedTrainer(Trainer, Generic[Row]):
         self.objective = objective
         with self.close_on_error():
             self.rows = self.open_rows()
-        self.total_rows = self._rows_of_epochs() if config.steps is None else None
-        self.total_steps = config.steps or self._steps()
+        self.step_sizes = self._step_sizes()
+        self.total_steps = self.step_sizes.steps
         if config.steps and (size := self.rows.size) and size < config.batch_size and is_rank0():
             LOG.warning(
                 "batch_size is %d, but there are %d rows to train on, so a step has rows more than once. Lower it.",
@@ -94,20 +101,12 @@ class SupervisedTrainer(Trainer, Generic[Row]):
     def sequences_of(self, row: Any) -> Sequence[EncodedSequence]:
         return [row] if isinstance(row, EncodedSequence) else row
 
-    def _rows_of_epochs(self) -> int:
-        size = self.rows.size
+    def _step_sizes(self) -> StepSizes:
+        config, size = self.config, self.rows.size
+        if config.steps is not None:
+            return StepSizes(config.batch_size, config.batch_size * config.steps)
         assert size is not None, "the config of a stream has steps"
-        return max(self.min_rows, round(self.config.epochs * size))
-
-    def _steps(self) -> int:
-        assert self.total_rows is not None
-        steps, rest = divmod(self.total_rows, self.config.batch_size)
-        return steps + int(rest >= self.min_rows)
-
-    def rows_of_step(self, step: int) -> int:
-        """Returns the number of rows of a step. The last one of the epochs has those that are left."""
-        batch_size = self.config.batch_size
-        return batch_size if self.total_rows is None else min(batch_size, self.total_rows - step * batch_size)
+        return StepSizes.of_epochs(config.batch_size, config.epochs or 1, size, least=self.min_rows)
 
     def encode_rows(self, data: Examples | Pairs) -> EncodedRows[Any]:
         """Returns the rows of a dataset as tokens. One rank of a machine encodes them, the others read its cache."""
@@ -134,7 +133,7 @@ class SupervisedTrainer(Trainer, Generic[Row]):
 
     def train_step(self) -> StepMetrics:
         """Does one optimizer step on the next rows."""
-        batch, metrics = self.make_batch(self.rows.take(self.rows_of_step(self.step)))
+        batch, metrics = self.make_batch(self.rows.take(self.step_sizes.of_step(self.step)))
         return metrics | self.train_batch(batch, self.objective) | {"epoch": self.rows.progress} | self.rows.metrics()
 
     def evaluate(self) -> dict[str, float]:

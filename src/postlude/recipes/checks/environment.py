@@ -96,6 +96,9 @@ def _environment(
             if longer.max_new_tokens > sampling.max_new_tokens:
                 room = prompt_encoder(environment, inputs.tokenizer, longer, inputs.limit)
                 _tasks(inputs, TaskSubset(environment.tasks, evaluated), len(evaluated), room, longer, None)
+        if held_out is not None and config.epochs is not None:
+            evaluated_tasks = EvaluatedTasks(environment.tasks, held_out.held_out, held_out.split_by, {})
+            inputs.trained_tasks.append(evaluated_tasks.count_trained())
         generated = not isinstance(settings, PromptSettings)  # of generated tasks the first are enough
         encoder = prompt_encoder(environment, inputs.tokenizer, sampling, inputs.limit)
         inputs.grows |= isinstance(settings, TurnSettings) and settings.max_turns > 1

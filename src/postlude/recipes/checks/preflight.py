@@ -120,6 +120,8 @@ class PreflightInputs:
     """Maximum number of tokens of its completion; 0 where no prompt was read, and training's counts."""
     grows: bool = False
     """Whether requests grow over several turns, up to the budget."""
+    trained_tasks: list[int] = field(default_factory=list)
+    """How many tasks of each environment are trained on, where the length of the run depends on it."""
 
     def max_request(self, sampling: SamplingSettings) -> tuple[int, str, str]:
         """Returns the maximum tokens of a request, prompt and completion, a clause that says why, and what to lower."""

@@ -27,7 +27,8 @@ PEER_KEYS: dict[str, tuple[str, ...]] = {
     "num_generations_eval": ("evaluation.samples_per_prompt",),
     "eval_on_start val_before_train val_at_start": ("held_out.at_start", "evaluation.at_start"),
     "steps_per_generation ppo_mini_batch_size": ("minibatches",),
-    "num_iterations num_ppo_epochs ppo_epochs": ("epochs",),
+    "num_train_epochs total_epochs max_num_epochs": ("epochs",),
+    "num_iterations num_ppo_epochs ppo_epochs": ("rollout_epochs",),
     "max_completion_length max_response_length response_length": ("sampling.max_new_tokens",),
     "max_length max_seq_length max_seq_len max_total_sequence_length cutoff_len": ("context_length",),
     "max_prompt_length "

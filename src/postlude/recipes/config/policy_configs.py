@@ -20,10 +20,12 @@ from postlude.recipes.config.settings import (
     RolloutLimits,
     SamplingSettings,
     TrainingConfig,
+    check_length,
     check_sampling,
     fit_schedule,
 )
 
+STEPS = 200  # of a run that gives neither steps nor epochs
 PolicyObjective: TypeAlias = Annotated[
     PolicyGradient | ObjectiveFile, TaggedUnion(policy=PolicyGradient, file=ObjectiveFile)
 ]
@@ -53,8 +55,10 @@ class PolicyConfig(TrainingConfig):
 
     environment: TrainingEnvironment = ReasoningGymSettings(task="chain_sum")
     """Source of tasks and rewards: an environment, or a list of environments to mix."""
-    steps: PositiveInt = 200
-    """Number of steps with rollouts, after those of the warm start."""
+    steps: PositiveInt | None = None
+    """Number of steps with rollouts, after those of the warm start; none takes as many as the epochs need, or 200."""
+    epochs: Positive | None = None
+    """Passes over the tasks, in place of steps. The last step has the prompts that are left."""
     prompts_per_step: PositiveInt = 32
     """Prompts per step."""
     samples_per_prompt: PositiveInt = 1
@@ -79,7 +83,7 @@ class PolicyConfig(TrainingConfig):
     """Penalty in the reward for leaving the reference policy, in place of objective.kl in the loss."""
     minibatches: PositiveInt = 1
     """Optimizer steps of a pass over a rollout; each takes an equal share of the prompts."""
-    epochs: PositiveInt = 1
+    rollout_epochs: PositiveInt = 1
     """Passes over each rollout. Ratios are to the policy before the first."""
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
     """Denominator of the ratio: the log-probs of the sampler, or recomputed by the trainer."""
@@ -107,7 +111,9 @@ class PolicyConfig(TrainingConfig):
     def _check(self) -> Self:
         check_sampling(self.sampling, self.budget, self.rollout)
         check_sampling(self.evaluation.sampling(self.sampling), self.budget, self.rollout, "evaluation")
-        self.fit_optimizers()
+        check_length(self.steps, self.epochs)
+        if self.epochs is None:
+            self.check_steps(self.known_steps)
         if self.reward_kl is not None and isinstance(self.objective, PolicyGradient) and self.objective.kl is not None:
             raise ValueError("reward_kl and objective.kl are two penalties for the same distance. Set one of them.")
         if self.replay_routing and not isinstance(self.rollout, NativeRollout):
@@ -193,19 +199,27 @@ class PolicyConfig(TrainingConfig):
                 'Use "token" or "sequence", or set objective.correction.'
             )
 
-    def fit_optimizers(self) -> tuple[AdamW | SGD, AdamW | SGD]:
+    @property
+    def known_steps(self) -> int:
+        """The number of steps with rollouts, unless it follows from `epochs`."""
+        return STEPS if self.steps is None else self.steps
+
+    def check_steps(self, steps: int) -> None:
+        """Refuses schedules that do not fit this number of steps with rollouts."""
+        self.fit_optimizers(steps)
+
+    def fit_optimizers(self, steps: int) -> tuple[AdamW | SGD, AdamW | SGD]:
         """Returns the optimizers of the warm start and of the policy, with schedules over their optimizer steps.
 
         Raises ValueError for a schedule that does not fit.
         """
         warm = self.warm_start
         first = fit_schedule(warm.optimizer, warm.steps, "warm_start.optimizer") if warm.steps else warm.optimizer
-        return first, fit_schedule(self.optimizer, self.policy_updates, "optimizer")
+        return first, fit_schedule(self.optimizer, self.policy_updates(steps), "optimizer")
 
-    @property
-    def policy_updates(self) -> int:
-        """Optimizer steps of the policy, after the warm start."""
-        return self.steps * self.epochs * self.minibatches
+    def policy_updates(self, steps: int) -> int:
+        """Returns the optimizer steps of the policy in so many steps with rollouts."""
+        return steps * self.rollout_epochs * self.minibatches
 
     @property
     def no_score(self) -> str:
@@ -303,36 +317,35 @@ class PPOConfig(PolicyConfig):
                 "rollout.share_gpu moves the policy to host memory, but a critic with a model of its own stays on the "
                 "GPU. Leave out critic.model or rollout.share_gpu."
             )
-        if critic.warmup >= self.steps:
-            raise ValueError(
-                f"critic.warmup is {critic.warmup}, but the run has {self.steps} steps: the policy would never be "
-                "trained. Lower it, or raise steps."
-            )
         if self.dynamic_sampling and self.samples_per_prompt < 2:
             raise ValueError(
                 "dynamic_sampling replaces groups whose rewards are equal, but samples_per_prompt is 1. Raise that, or "
                 "set dynamic_sampling to 0."
             )
-        self.fit_critic_optimizer()
         return self
+
+    def check_steps(self, steps: int) -> None:
+        """Refuses a warm-up of the critic, and schedules, that do not fit this number of steps with rollouts."""
+        super().check_steps(steps)
+        if self.critic.warmup >= steps:
+            raise ValueError(
+                f"critic.warmup is {self.critic.warmup}, but the run has {steps} steps: the policy would never be "
+                "trained. Lower it, or raise steps."
+            )
+        self.fit_critic_optimizer(steps)
 
     @property
     def has_value_head(self) -> bool:
         """Whether the policy has a value head."""
         return self.critic.model is None
 
-    @property
-    def policy_updates(self) -> int:
-        """Optimizer steps of the policy. A warm-up of a value head is made with the policy's optimizer."""
-        steps = self.steps if self.has_value_head else self.steps - self.critic.warmup
-        return steps * self.epochs * self.minibatches
+    def policy_updates(self, steps: int) -> int:
+        """Returns the optimizer steps of the policy. A warm-up of a value head is made with the policy's optimizer."""
+        return super().policy_updates(steps if self.has_value_head else steps - self.critic.warmup)
 
-    def fit_critic_optimizer(self) -> AdamW | SGD:
-        """Returns the optimizer of a critic with a model of its own, with a schedule over its optimizer steps.
-
-        Raises ValueError for a schedule that does not fit.
-        """
-        return fit_schedule(self.critic.optimizer, self.steps * self.epochs * self.minibatches, "critic.optimizer")
+    def fit_critic_optimizer(self, steps: int) -> AdamW | SGD:
+        """Returns the optimizer of a critic with a model of its own, with a schedule over its optimizer steps."""
+        return fit_schedule(self.critic.optimizer, super().policy_updates(steps), "critic.optimizer")
 
     @property
     def other_models(self) -> tuple[str, ...]:

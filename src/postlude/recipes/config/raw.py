@@ -7,7 +7,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -120,8 +120,10 @@ def read(file: Path | None, overrides: Sequence[str], settings: Sequence[Mapping
     """Returns the tree of the file and of those that it extends, with settings and then overrides set in it."""
     raw = RawValue("", "") if file is None else _read_over_base(find_config(file))
     for values in settings:
+        _drop_other_length(raw, values)
         _set_values(raw, plain(values))
     arguments = list(overrides)
+    _drop_other_length(raw, [name[2:].partition("=")[0] for name in arguments if name.startswith("--")])
     while arguments:
         name, equals, value = arguments.pop(0).partition("=")
         if not name.startswith("--") or not all(name[2:].split(".")):
@@ -130,6 +132,13 @@ def read(file: Path | None, overrides: Sequence[str], settings: Sequence[Mapping
             raise ConfigError(f"{name} has no value; write {name} VALUE or {name}=VALUE.")
         _set(raw, name[2:], value if equals else arguments.pop(0))
     return raw
+
+
+def _drop_other_length(raw: RawValue, names: Collection[str]) -> None:
+    """Drops the length of a run if `names`, which override it, give the other one: steps or epochs."""
+    given = {"steps", "epochs"}.intersection(names)
+    if len(given) == 1:
+        raw.entries.pop("epochs" if "steps" in given else "steps", None)
 
 
 def _read_over_base(file: Path, named: str = "", above: tuple[Path, ...] = ()) -> RawValue:
@@ -147,7 +156,9 @@ def _read_over_base(file: Path, named: str = "", above: tuple[Path, ...] = ()) -
     if any(base.resolve() == extending.resolve() for extending in chain):
         cycle = " → ".join(map(str, (*chain, base)))
         raise ConfigError(f'config key "{EXTENDS}" {extends.location} leads back to a file that it extends: {cycle}.')
-    return _merge(_read_over_base(base, f', which "{EXTENDS}" names {extends.location}', chain), raw)
+    base_raw = _read_over_base(base, f', which "{EXTENDS}" names {extends.location}', chain)
+    _drop_other_length(base_raw, raw.entries)
+    return _merge(base_raw, raw)
 
 
 def _merge(base: RawValue, over: RawValue) -> RawValue:

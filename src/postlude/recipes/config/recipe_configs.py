@@ -35,6 +35,7 @@ from postlude.recipes.config.settings import (
     RunConfig,
     SamplingSettings,
     TrainingConfig,
+    check_length,
     check_pass_at_k,
     check_sampling,
     fit_schedule,
@@ -59,10 +60,10 @@ class SupervisedConfig(TrainingConfig):
 
     batch_size: PositiveInt = 32
     """Rows a step. The last step of the epochs has the rows that are left."""
-    epochs: Positive = 1.0
-    """Passes over the rows, each exactly once a pass. Not used if steps is set."""
+    epochs: Positive | None = None
+    """Passes over the rows, each exactly once a pass; none takes 1, unless steps is set."""
     steps: PositiveInt | None = None
-    """Number of steps; none takes as many as the epochs need."""
+    """Number of steps, in place of epochs; none takes as many as the epochs need."""
     held_out: HeldOutSettings = HeldOutSettings()
     """Held-out rows."""
     data: Any
@@ -89,6 +90,7 @@ class SupervisedConfig(TrainingConfig):
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
+        check_length(self.steps, self.epochs)
         if self.steps is not None:
             fit_schedule(self.optimizer, self.steps, "optimizer")
         return self

@@ -383,6 +383,12 @@ class TrainingConfig(RunConfig, TrainingOptions):
         return False
 
 
+def check_length(steps: int | None, epochs: float | None) -> None:
+    """Refuses a run whose length is given twice."""
+    if steps is not None and epochs is not None:
+        raise ValueError(f"steps is {steps} and epochs is {epochs:g}, but each is the length of the run. Give one.")
+
+
 def fit_schedule(optimizer: AdamW | SGD, steps: int, key: str) -> AdamW | SGD:
     """Returns the optimizer of a run of `steps` optimizer steps. Refuses a schedule that reaches 0 before the end."""
     schedule = optimizer.schedule

@@ -88,6 +88,12 @@ class EvaluatedTasks:
                 "least one must be left to train on. Give sets of other prompts."
             )
 
+    def count_trained(self) -> int:
+        """Returns how many tasks are trained on. Generated tasks may take long, and are taken as different."""
+        if getattr(self.tasks, "source", ""):
+            return len(self.tasks) - len(self.held_out)
+        return sum(index not in self for index in range(len(self.tasks)))
+
     def __contains__(self, index: object) -> bool:
         """Whether the task at this index is evaluated, and so not trained on."""
         if not isinstance(index, int):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from postlude.data.datasets import RowOrder
+from postlude.data.datasets import RowSource
 from postlude.recipes.rollouts.sampler import RolloutSampler
-from postlude.recipes.row_sources import MixedRows
 from postlude.rollout.conversations import Trajectory, TrajectoryGroup
 from postlude.rollout.tasks import Tasks
 
@@ -27,9 +26,9 @@ class PendingGroup:
 
 
 class RolloutQueue:
-    """Takes tasks in the order of `task_sampler`, and samples a group of `samples_per_prompt` trajectories of each.
+    """Takes tasks from `task_sampler`, and samples a group of `samples_per_prompt` trajectories of each.
 
-    Every step trains on `prompts_per_step` groups, until `total_steps`.
+    A step trains on as many groups as `prompts_of_step` returns for its number: 0 after the last.
 
     While a step trains, the groups of the next `max_staleness` steps are being sampled. A step never trains on a group
     that was started more than `max_staleness` steps before: it waits for a group that would become too old, so no
@@ -43,16 +42,15 @@ class RolloutQueue:
         self,
         rollout_sampler: RolloutSampler,
         tasks: Tasks,
-        task_sampler: RowOrder | MixedRows[int],
+        task_sampler: RowSource[int],
         *,
         samples_per_prompt: int,
-        prompts_per_step: int,
+        prompts_of_step: Callable[[int], int],
         max_staleness: int,
-        total_steps: int,
     ) -> None:
         self.rollout_sampler, self.tasks, self.task_sampler = rollout_sampler, tasks, task_sampler
-        self.samples_per_prompt, self.prompts_per_step = samples_per_prompt, prompts_per_step
-        self.max_staleness, self.total_steps = max_staleness, total_steps
+        self.samples_per_prompt, self.prompts_of_step = samples_per_prompt, prompts_of_step
+        self.max_staleness = max_staleness
         self._pending: list[PendingGroup] = []
         self._tasks_to_restart: deque[int] = deque()  # tasks that were pending in the checkpoint
         self._resampled = 0  # trajectories of those tasks, until `take_metrics` reports them
@@ -62,7 +60,7 @@ class RolloutQueue:
 
     def take(self, count: int, step: int) -> list[Trajectory]:
         """Waits for `count` groups for `step`, numbers them in this order, and returns their trajectories."""
-        prefetched = min(self.max_staleness, self.total_steps - 1 - step) * self.prompts_per_step
+        prefetched = sum(map(self.prompts_of_step, range(step + 1, step + 1 + self.max_staleness)))
         for _ in range(count + prefetched - len(self._pending)):
             self._start(step)
         self.rollout_sampler.wait(lambda: self._ready(count, step) is not None)
@@ -118,15 +116,14 @@ class RolloutQueue:
     def _ready(self, count: int, step: int) -> list[PendingGroup] | None:
         """Returns the `count` oldest finished groups. None if there are fewer, or if another group would get too old.
 
-        A group that was started in step s is due by step s + max_staleness. Later steps take
-        `prompts_per_step` groups each, so of the remaining groups, no more may be due by a step than the steps until
-        then take.
+        A group that was started in step s is due by step s + max_staleness. Of the groups that
+        remain, no more may be due by a later step than the steps until then take.
         """
         finished = [pending for pending in self._pending if pending.group.done][:count]
         for due_step in range(step, step + self.max_staleness + 1):
             remaining = sum(pending.step + self.max_staleness <= due_step for pending in self._pending)
             remaining -= sum(pending.step + self.max_staleness <= due_step for pending in finished)
-            if remaining > (due_step - step) * self.prompts_per_step:
+            if remaining > sum(map(self.prompts_of_step, range(step + 1, due_step + 1))):
                 return None
         return finished if len(finished) == count else None
 
