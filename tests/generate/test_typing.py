@@ -17,10 +17,21 @@ from postlude import Engine
 from postlude.generate.distributed import SyncedGenerator
 from postlude.generate.generator import Generator
 from postlude.hf.load import load_model, load_tokenizer
+from postlude.recipes import evaluate, grpo, sft
 
 tokenizer = load_tokenizer("tiny-dense")
 SyncedGenerator(Engine("tiny-dense"), tokenizer)
 Generator(load_model("tiny-dense"), tokenizer)
+
+rows = [{"prompt": "1+1=", "answer": "2"}]
+grpo("my.yaml", steps=3, optimizer={"lr": 1e-5, "schedule": {"shape": "linear"}}, device="cpu")
+grpo({"model": "a"}, epochs=2, environment={"kind": "dataset", "path": rows, "reward": lambda completion: 1.0})
+grpo(environment=[{"kind": "dataset", "path": "a", "weight": 2.0}, {"kind": "reasoning_gym", "task": "chain_sum"}])
+print(sft(data="rows.jsonl", lora={"rank": 8}, layout="tp=2", objective="mine.py:loss").summary.step)
+print(evaluate(model="a", tasks=3, sampling={"temperature": 0.5}, rollout="http://localhost:8000").model)
+sft(data="rows.jsonl", learning_rate=1e-3)  # type: ignore[call-arg]
+grpo(optimizer={"lr": "high"})  # type: ignore[arg-type]
+grpo(objective={"clip": 0.2})  # type: ignore[arg-type]
 """
 
 

@@ -17,6 +17,7 @@ from postlude.recipes import api as start
 from postlude.recipes.config.raw import ConfigError
 from postlude.recipes.registry import RECIPES
 from postlude.recipes.run.directory import read_config, read_metrics
+from tests.recipes import keyword_types
 from tests.test_start import imported
 
 SMALL: dict[str, Any] = {"budget": 128, "batch_size": 4, "steps": 2, "save_every": 0, "loggers": []}
@@ -99,6 +100,11 @@ def test_importing_a_recipe_module_does_not_shadow_its_function() -> None:
         module = importlib.import_module(f"postlude.recipes.{name}")
         assert hasattr(module, "checks")
         assert getattr(recipes, name) is getattr(start, name)
+
+
+def test_types_of_the_keywords_are_those_of_the_configs() -> None:
+    command = "write them by `python -m tests.recipes.keyword_types`"
+    assert keyword_types.FILE.read_text() == keyword_types.source(), command
 
 
 def test_importing_recipes_needs_no_torch() -> None:

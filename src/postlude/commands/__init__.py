@@ -8,63 +8,38 @@ from collections.abc import Callable
 Command = Callable[[argparse.Namespace], int | None]
 
 
-def load_command(name: str) -> Command:  # noqa: PLR0911, PLR0912  # a branch for each command
+def load_command(name: str) -> Command:  # noqa: PLR0912 - a branch for each command
     """Returns `run` of a command. Imports its file only, since most files import torch."""
+    run: Command
     match name:
         case "chat":
-            from postlude.commands import chat
-
-            return chat.run
+            from postlude.commands.chat import run
         case "convert":
-            from postlude.commands import convert
-
-            return convert.run
+            from postlude.commands.convert import run
         case "env":
-            from postlude.commands import env
-
-            return env.run
+            from postlude.commands.env import run
         case "generate":
-            from postlude.commands import generate
-
-            return generate.run
+            from postlude.commands.generate import run
         case "info":
-            from postlude.commands import info
-
-            return info.run
+            from postlude.commands.info import run
         case "logprobs":
-            from postlude.commands import logprobs
-
-            return logprobs.run
+            from postlude.commands.logprobs import run
         case "plan":
-            from postlude.commands import plan
-
-            return plan.run
+            from postlude.commands.plan import run
         case "recipe":
-            from postlude.commands import recipe
-
-            return recipe.run
+            from postlude.commands.recipe import run
         case "report":
-            from postlude.commands import report
-
-            return report.run
+            from postlude.commands.report import run
         case "schema":
-            from postlude.commands import schema
-
-            return schema.run
+            from postlude.commands.schema import run
         case "serve":
-            from postlude.commands import serve
-
-            return serve.run
+            from postlude.commands.serve import run
         case "tinker":
-            from postlude.commands import tinker
-
-            return tinker.run
+            from postlude.commands.tinker import run
         case "trace":
-            from postlude.commands import trace
-
-            return trace.run
+            from postlude.commands.trace import run
         case "verify":
-            from postlude.commands import verify
-
-            return verify.run
-    raise ValueError(f"{name!r} is not a file of `commands/`.")
+            from postlude.commands.verify import run
+        case _:
+            raise ValueError(f"{name!r} is not a file of `commands/`.")
+    return run

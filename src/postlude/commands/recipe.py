@@ -8,7 +8,7 @@ from typing import Any
 
 from postlude.cluster.ray_cluster import LOCAL, check_ray
 from postlude.error_output import print_error
-from postlude.layout import Layout
+from postlude.recipes.api import RecipeStart
 from postlude.recipes.config.load import to_yaml
 from postlude.recipes.registry import Recipe
 from postlude.recipes.run.lock import wait_for
@@ -32,45 +32,30 @@ def run(options: argparse.Namespace) -> int:
         if "RANK" in os.environ:
             raise ValueError("--ray starts ranks by itself, but this process is a rank already. Leave out torchrun.")
         wait_for(config.run, RELEASE_SECONDS)  # ranks of a killed driver end when Ray notices
-    # torch is slow to import: mistakes in the config are reported before it.
     from rich.console import Console
 
-    from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs, preflight, print_findings
-    from postlude.world.devices import default_device
-    from postlude.world.launcher import run_on_ranks
-
-    device = options.device or default_device()
-    layout_size = getattr(config, "layout", Layout()).world_size
-    world_size = layout_size if options.nproc is None else options.nproc
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # one rank of a machine checks for all
-        on_this_machine = options.ray in (None, LOCAL)
-        launch = LaunchInfo(
-            device,
-            int(os.environ.get("WORLD_SIZE", world_size)),
-            on_this_machine,
-            options.ray is not None,
-            options.overwrite,
-        )
-        inputs = PreflightInputs(config, launch)
-        findings, console = preflight(recipe.checks(inputs)), Console()
-        if options.dry_run:
-            console.print(to_yaml(config, masked=True), markup=False, highlight=False, soft_wrap=True)
-            print_findings(inputs, findings, console)
-        else:
-            if "mtp" in findings:  # a run should not add new layers silently
-                console.print(f"mtp: {findings['mtp']}", markup=False, highlight=False, soft_wrap=True)
-            for action in inputs.on_success:
-                action()
+    # Imports torch, which is slow: mistakes in the config are reported before it.
+    start = RecipeStart(recipe, config, options.device, options.nproc)
+    on_this_machine, ray = options.ray in (None, LOCAL), options.ray is not None
+    inputs, findings = start.check(on_this_machine=on_this_machine, ray=ray, overwrite=options.overwrite)
+    console = Console(markup=False, highlight=False, soft_wrap=True)
     if options.dry_run:
+        if start.checks_here:
+            from postlude.recipes.checks.preflight import print_findings
+
+            console.print(to_yaml(config, masked=True))
+            print_findings(inputs, findings, Console())
         return EXIT_DONE
-    if options.ray is None:
-        outcome = run_on_ranks(
-            recipe.run, config, device, start_mode, nproc=world_size, timeout=options.timeout, device=device
-        )
+    if "mtp" in findings:  # a run should not add new layers silently
+        console.print(f"mtp: {findings['mtp']}")
+    inputs.succeed()
+    if not ray:
+        outcome = start.run(start_mode, timeout=options.timeout)
     else:
         from postlude.cluster.driver import RayJob, run_on_ray
 
-        outcome = run_on_ray(RayJob(recipe, config, device, start_mode, world_size, options.timeout), options.ray)
+        job = RayJob(recipe, config, start.device_name, start_mode, start.ranks, options.timeout)
+        outcome = run_on_ray(job, options.ray)
     if outcome.message:
         print_error(f"postlude {options.command}: {outcome.message}")
     return outcome.exit_code

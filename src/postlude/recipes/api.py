@@ -16,14 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from postlude.layout import Layout
-from postlude.recipes.registry import RECIPES
+from postlude.recipes.registry import RECIPES, Recipe
 from postlude.recipes.run.in_memory_rows import InMemoryRows
 from postlude.recipes.run.outcome import RunOutcome
-from postlude.recipes.run.start_mode import RESUME_NEWEST
+from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
 from postlude.user_code import CallFunction
 
 if TYPE_CHECKING:
+    from postlude.recipes import keywords
+    from postlude.recipes.checks.preflight import PreflightInputs
     from postlude.recipes.report.summary import RunSummary
+    from postlude.recipes.run.runtime import Runtime
 
 Config: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | None
 """A YAML file, or its contents as a mapping; None takes defaults and keywords only."""
@@ -58,6 +61,42 @@ class OnStepCall:
     def __call__(self, step: int, metrics: Mapping[str, Any]) -> bool:
         """Returns whether the run ends."""
         return bool(self.function.function(step, metrics))
+
+
+@dataclass
+class RecipeStart:
+    """The start of a recipe, by a command or a call: checks, then ranks."""
+
+    recipe: Recipe
+    config: Any
+    device: str | None = None
+    """None takes the GPU if there is one."""
+    nproc: int | None = None
+    """Ranks of this machine; None takes those of the layout."""
+
+    def __post_init__(self) -> None:
+        from postlude.world.devices import default_device  # imports torch
+
+        self.device_name: str = self.device or default_device()
+        self.ranks: int = getattr(self.config, "layout", Layout()).world_size if self.nproc is None else self.nproc
+        self.checks_here = os.environ.get("LOCAL_RANK", "0") == "0"  # one rank of a machine checks for all
+
+    def check(self, **launch: bool) -> tuple[PreflightInputs, dict[str, str]]:
+        """Runs the preflight, where this process has to. `launch` are fields of `LaunchInfo`. Returns its findings."""
+        from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs, preflight
+
+        info = LaunchInfo(self.device_name, int(os.environ.get("WORLD_SIZE", self.ranks)), **launch)
+        inputs = PreflightInputs(self.config, info)
+        return inputs, preflight(self.recipe.checks(inputs)) if self.checks_here else {}
+
+    def run(
+        self, start_mode: StartMode = RESUME_NEWEST, runtime: Runtime | None = None, *, timeout: float = 600.0
+    ) -> RunOutcome:
+        """Runs the recipe on ranks of this machine. A rank that does not respond for `timeout` seconds ends it."""
+        from postlude.world.launcher import run_on_ranks
+
+        arguments: Any = (self.config, self.device_name, start_mode, runtime)
+        return run_on_ranks(self.recipe.run, *arguments, nproc=self.ranks, timeout=timeout, device=self.device_name)
 
 
 @dataclass(frozen=True)
@@ -99,44 +138,35 @@ class RecipeFunction:
         if on_step is not None and self.command == "eval":
             raise ValueError("on_step is called after training steps, but an evaluation has none. Leave it out.")
 
-        from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs, preflight
         from postlude.recipes.report.summary import read_summary
         from postlude.recipes.run.directory import read_metrics
         from postlude.recipes.run.runtime import Runtime
-        from postlude.world.devices import default_device
-        from postlude.world.launcher import run_on_ranks
 
-        device = device or default_device()
-        size = getattr(run_config, "layout", Layout()).world_size if nproc is None else nproc
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            inputs = PreflightInputs(
-                run_config, LaunchInfo(device, int(os.environ.get("WORLD_SIZE", size)), overwrite=overwrite)
-            )
-            with ExitStack() as written:
-                for layer in rows:
-                    written.enter_context(layer.written(run))
-                preflight(chosen.checks(inputs))
-            for write in inputs.on_success:
-                write()
+        start = RecipeStart(chosen, run_config, device, nproc)
+        with ExitStack() as written:
+            for layer in rows if start.checks_here else ():
+                written.enter_context(layer.written(run))
+            inputs, _ = start.check(overwrite=overwrite)
+        inputs.succeed()
         runtime = Runtime(on_step=None if on_step is None else OnStepCall(CallFunction(on_step)))
-        outcome = run_on_ranks(chosen.run, run_config, device, RESUME_NEWEST, runtime, nproc=size, device=device)
+        outcome = start.run(runtime=runtime)
         summary = read_summary(run_config.run)
         return RunResult(run_config.run, outcome, summary, read_metrics(run_config.run), summary.model)
 
 
-sft = RecipeFunction("sft")
+sft: keywords.SFTFunction = RecipeFunction("sft")
 """Trains on the completions of a dataset."""
-dpo = RecipeFunction("dpo")
+dpo: keywords.DPOFunction = RecipeFunction("dpo")
 """Trains on pairs of completions."""
-kto = RecipeFunction("kto")
+kto: keywords.KTOFunction = RecipeFunction("kto")
 """Trains on completions with labels."""
-rm = RecipeFunction("rm")
+rm: keywords.RMFunction = RecipeFunction("rm")
 """Trains a reward model on pairs of completions."""
-grpo = RecipeFunction("grpo")
+grpo: keywords.GRPOFunction = RecipeFunction("grpo")
 """Trains on rewards."""
-ppo = RecipeFunction("ppo")
+ppo: keywords.PPOFunction = RecipeFunction("ppo")
 """Trains on rewards with a critic."""
-distill = RecipeFunction("distill")
+distill: keywords.DistillFunction = RecipeFunction("distill")
 """Trains on a teacher's distribution."""
-evaluate = RecipeFunction("eval")
+evaluate: keywords.EvalFunction = RecipeFunction("eval")
 """Samples completions of tasks and scores them."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.start_mode import CHECKPOINTS, EXPORTED_MODEL, RESUME_NEWEST, STEP, StartMode
@@ -26,17 +26,12 @@ class RecipeCode(NamedTuple):
     """run(config, device, start_mode, runtime)"""
 
 
-def _no_code() -> RecipeCode:
-    raise NotImplementedError("a UserRecipe defines `checks` and `run` itself")
-
-
 @dataclass(frozen=True)
 class Recipe:
     """A recipe. Its file is imported, and torch with it, when `checks` or `run` is called."""
 
     command: str
     help: str
-    load_code: Callable[[], RecipeCode] = _no_code
 
     def checks(self, inputs: PreflightInputs) -> list[Check]:
         """Returns the preflight checks, which run in the process of the command."""
@@ -47,6 +42,28 @@ class Recipe:
     ) -> RunOutcome:
         """Runs the recipe. Every rank calls it."""
         return self.load_code().run(config, device, start_mode, *([] if runtime is None else [runtime]))
+
+    def load_code(self) -> RecipeCode:
+        """Imports the recipe's file."""
+        run: Callable[..., RunOutcome]
+        match self.command:
+            case "sft":
+                from postlude.recipes.sft import checks, run
+            case "dpo":
+                from postlude.recipes.dpo import checks, run
+            case "kto":
+                from postlude.recipes.kto import checks, run
+            case "rm":
+                from postlude.recipes.rm import checks, run
+            case "grpo":
+                from postlude.recipes.grpo import checks, run
+            case "ppo":
+                from postlude.recipes.ppo import checks, run
+            case "distill":
+                from postlude.recipes.distill import checks, run
+            case _:
+                from postlude.recipes.evaluation import checks, run
+        return RecipeCode(checks, run)
 
     def read(
         self,
@@ -97,17 +114,14 @@ class UserRecipe(Recipe):
         """The class of the trainer."""
         return load_callable(self.command, kind="trainer")
 
-    def run(
-        self, config: Any, device: str, start_mode: StartMode = RESUME_NEWEST, runtime: Runtime | None = None
-    ) -> RunOutcome:
-        """Runs it. Every rank calls this."""
+    def load_code(self) -> RecipeCode:
+        """Returns the checks of the trainer, and what runs it."""
         from postlude.recipes.training_run import run_training
 
-        return run_training(self.trainer(config, device, *([] if runtime is None else [runtime])), start_mode)
+        def run(config: Any, device: str, start_mode: StartMode, *runtime: Runtime) -> RunOutcome:
+            return run_training(self.trainer(config, device, *runtime), start_mode)
 
-    def checks(self, inputs: PreflightInputs) -> list[Check]:
-        """Returns the checks to make before a run is started."""
-        return cast("list[Check]", self.trainer.checks(inputs))
+        return RecipeCode(self.trainer.checks, run)
 
     @property
     def config(self) -> Any:
@@ -122,64 +136,16 @@ def _run_name(model: str, command: str) -> str:
     return "-".join([command.rpartition(":")[2], *model_names])
 
 
-def _load_sft() -> RecipeCode:
-    from postlude.recipes.sft import checks, run
-
-    return RecipeCode(checks, run)
-
-
-def _load_dpo() -> RecipeCode:
-    from postlude.recipes.dpo import checks, run
-
-    return RecipeCode(checks, run)
-
-
-def _load_kto() -> RecipeCode:
-    from postlude.recipes.kto import checks, run
-
-    return RecipeCode(checks, run)
-
-
-def _load_rm() -> RecipeCode:
-    from postlude.recipes.rm import checks, run
-
-    return RecipeCode(checks, run)
-
-
-def _load_grpo() -> RecipeCode:
-    from postlude.recipes.grpo import checks, run
-
-    return RecipeCode(checks, run)
-
-
-def _load_ppo() -> RecipeCode:
-    from postlude.recipes.ppo import checks, run
-
-    return RecipeCode(checks, run)
-
-
-def _load_distill() -> RecipeCode:
-    from postlude.recipes.distill import checks, run
-
-    return RecipeCode(checks, run)
-
-
-def _load_eval() -> RecipeCode:
-    from postlude.recipes.evaluation import checks, run
-
-    return RecipeCode(checks, run)
-
-
 RECIPES = {
-    recipe.command: recipe
-    for recipe in (
-        Recipe("sft", "train on the completions of a dataset", _load_sft),
-        Recipe("dpo", "train on pairs of completions, one preferred: DPO, IPO, SimPO, ORPO", _load_dpo),
-        Recipe("kto", "train on single completions, each desirable or not", _load_kto),
-        Recipe("rm", "train a reward model on pairs of completions, one preferred", _load_rm),
-        Recipe("grpo", "train on rewards of sampled completions", _load_grpo),
-        Recipe("ppo", "train on rewards of sampled completions, with a critic", _load_ppo),
-        Recipe("distill", "train on a teacher's distribution", _load_distill),
-        Recipe("eval", "sample completions of tasks and score them", _load_eval),
+    command: Recipe(command, summary)
+    for command, summary in (
+        ("sft", "train on the completions of a dataset"),
+        ("dpo", "train on pairs of completions, one preferred: DPO, IPO, SimPO, ORPO"),
+        ("kto", "train on single completions, each desirable or not"),
+        ("rm", "train a reward model on pairs of completions, one preferred"),
+        ("grpo", "train on rewards of sampled completions"),
+        ("ppo", "train on rewards of sampled completions, with a critic"),
+        ("distill", "train on a teacher's distribution"),
+        ("eval", "sample completions of tasks and score them"),
     )
 }

@@ -113,7 +113,7 @@ class PreflightInputs:
     config: Any
     launch: LaunchInfo
     on_success: list[Callable[[], None]] = field(default_factory=list)
-    """Called after all checks passed, to write results such as encoded rows to the run directory."""
+    """Functions that write results of checks, such as encoded rows, to the run directory."""
     longest_prompt: int = 0
     """Tokens of the prompt of the longest request."""
     longest_completion: int = 0
@@ -122,6 +122,11 @@ class PreflightInputs:
     """Whether requests grow over several turns, up to the budget."""
     trained_tasks: list[int] = field(default_factory=list)
     """How many tasks of each environment are trained on, where the length of the run depends on it."""
+
+    def succeed(self) -> None:
+        """Writes what the checks made, after all of them passed."""
+        for write in self.on_success:
+            write()
 
     def max_request(self, sampling: SamplingSettings) -> tuple[int, str, str]:
         """Returns the maximum tokens of a request, prompt and completion, a clause that says why, and what to lower."""

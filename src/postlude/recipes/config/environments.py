@@ -304,16 +304,16 @@ ENVIRONMENTS: dict[str, type] = {
     "episodes": EpisodeSettings,
     "openenv": OpenEnvSettings,
 }
-EnvironmentSettings: TypeAlias = Annotated[
+AnyEnvironment: TypeAlias = (
     ReasoningGymSettings
     | DatasetSettings
     | RewardModelSettings
     | ConversationSettings
     | ToolSettings
     | EpisodeSettings
-    | OpenEnvSettings,
-    TaggedUnion(**ENVIRONMENTS),
-]
+    | OpenEnvSettings
+)
+EnvironmentSettings: TypeAlias = Annotated[AnyEnvironment, TaggedUnion(**ENVIRONMENTS)]
 
 
 class EnvironmentMixture(Settings):
@@ -335,15 +335,7 @@ class EnvironmentMixture(Settings):
 
 
 TrainingEnvironment: TypeAlias = Annotated[
-    ReasoningGymSettings
-    | DatasetSettings
-    | RewardModelSettings
-    | ConversationSettings
-    | ToolSettings
-    | EpisodeSettings
-    | OpenEnvSettings
-    | EnvironmentMixture,
-    TaggedUnion(**ENVIRONMENTS, mixture=EnvironmentMixture),
+    AnyEnvironment | EnvironmentMixture, TaggedUnion(**ENVIRONMENTS, mixture=EnvironmentMixture)
 ]
 
 

@@ -141,8 +141,8 @@ class LaunchedVLLM(LaunchedServers, SyncSettings):
     unless `env` sets VLLM_CPU_KVCACHE_SPACE."""
 
 
+Rollout: TypeAlias = NativeRollout | RunningServers | LaunchedGenerators | LaunchedVLLM
 RolloutSettings: TypeAlias = Annotated[
-    NativeRollout | RunningServers | LaunchedGenerators | LaunchedVLLM,
+    Rollout,
     TaggedUnion(native=NativeRollout, server=RunningServers, generators=LaunchedGenerators, vllm=LaunchedVLLM),
 ]
-Rollout: TypeAlias = NativeRollout | RunningServers | LaunchedGenerators | LaunchedVLLM
