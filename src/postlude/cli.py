@@ -108,8 +108,8 @@ class _Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         if self.recipe is not None:
-            from postlude.recipes.config.load import describe
             from postlude.recipes.config.packaged import config_names
+            from postlude.recipes.config.schema import describe
 
             names = ", ".join(name for name in config_names(self.recipe.command) if "/" not in name)
             packaged = f", or the name of a config that comes with Postlude: {names}" if names else ""

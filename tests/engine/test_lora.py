@@ -13,7 +13,6 @@ from postlude import Engine, LanguageModel, Layout, Loss, OutputInputs
 from postlude.engine.adapters import export_adapter, load_adapter, stream_adapters
 from postlude.engine.failure_state import OFFLOADED
 from postlude.hf.linear_layers import linear_layers
-from postlude.hf.read_peft import read_saved_adapter
 from postlude.lora import LoRA
 from postlude.model.adapters import is_adapter
 from postlude.model.blocks import BLOCKS, MoEConfig
@@ -226,21 +225,6 @@ def test_checkpoint_has_only_adapters_and_loads_in_other_layouts(ranks: Ranks, t
         assert_equal(torch.tensor(resumed_losses), torch.tensor(losses), "losses")
 
 
-def test_checkpoint_of_an_older_version_loads(ranks: Ranks, tmp_path: Path) -> None:
-    """The first versions wrote no adapter configs, idle steps or late starts."""
-    saved, losses = ranks(1, save, "", str(tmp_path / "saved"))[0]
-    file = tmp_path / "saved" / "state.json"
-    state = json.loads(file.read_text())
-    later = {name: state.pop(name) for name in ("adapter", "idle", "began_later")}
-    assert later["adapter"]
-    file.write_text(json.dumps(state))
-    loaded, resumed_losses = ranks(1, load, "", str(tmp_path / "saved"))[0]
-    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
-    assert_equal(torch.tensor(resumed_losses), torch.tensor(losses), "losses")
-    with pytest.raises(ValueError, match="has no rank and scale of its adapters"):
-        read_saved_adapter(tmp_path / "saved", None, SOURCES["moe"])
-
-
 def refuse(group: Any, directory: str) -> None:
     engine = build("", SOURCES["dense"])
     engine.save(f"{directory}/adapters")
@@ -249,18 +233,12 @@ def refuse(group: Any, directory: str) -> None:
     for name, tensor in reordered.tensors.items():
         if not is_adapter(name):
             tensor.detach().copy_(tensor.detach().flatten().flip(0).view_as(tensor))
-    state = json.loads(Path(f"{directory}/adapters/state.json").read_text())
-    Path(f"{directory}/earlier").mkdir()
-    for file in state["files"]:
-        Path(f"{directory}/earlier/{file}").hardlink_to(f"{directory}/adapters/{file}")
-    Path(f"{directory}/earlier/state.json").write_text(json.dumps(state | {"base": "0123456789abcdef"}))
     full_engine = Engine(SOURCES["dense"], mesh=mesh(Layout()), budget=BUDGET, optimizer=DAMPED)
     full_engine.save(f"{directory}/model")
     assert_refused(
         {
             "of another base model": lambda: other_engine.load(f"{directory}/adapters"),
             "of another base": lambda: reordered.load(f"{directory}/adapters"),
-            "was written by an earlier version of Postlude": lambda: engine.load(f"{directory}/earlier"),
             "holds LoRA adapters only": lambda: full_engine.load(f"{directory}/adapters"),
             "holds a whole model": lambda: engine.load(f"{directory}/model"),
             "weights='split'": lambda: build("", SOURCES["dense"], weights="split"),

@@ -1,4 +1,4 @@
-"""A checkpoint of an earlier version loads, and training continues with that version's losses.
+"""A checkpoint that was written once and for all loads, and training continues with the losses of its engine.
 
 `data/dense` was written on one rank, `data/moe` by Layout(dp_shard=2, ep=2): each after two steps on `batch(0)` and
 `batch(1)`. LOSSES are those of the next three steps of the engine that wrote it.

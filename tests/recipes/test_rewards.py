@@ -12,9 +12,10 @@ import pytest
 from postlude.generate.sampling_params import SamplingParams
 from postlude.recipes.checks.preflight import LaunchInfo, PreflightError, PreflightInputs, preflight
 from postlude.recipes.config.environments import DatasetSettings, EpisodeSettings, OpenEnvSettings
-from postlude.recipes.config.load import ConfigError, describe, load
+from postlude.recipes.config.load import ConfigError, load
 from postlude.recipes.config.policy_configs import GRPOConfig
 from postlude.recipes.config.recipe_configs import EvalConfig
+from postlude.recipes.config.schema import describe
 from postlude.recipes.grpo import GRPOTrainer, checks
 from postlude.recipes.registry import RECIPES
 from postlude.recipes.report.metrics import explain

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from postlude.checks import check_writable
 from postlude.engine.adapters import base_fingerprint
-from postlude.engine.checkpoint_checks import check_fingerprint_kind
 from postlude.hf.export import ModelCard, check_export_target, export_model
 from postlude.hf.load import load_model, load_tokenizer, weights_dtype
 from postlude.hf.read_model import (
@@ -108,7 +107,6 @@ def _check_base(adapter: SavedAdapter, model: LanguageModel, source: str) -> Non
     """Raises ValueError if the adapter is known to be of another base."""
     if adapter.base is None:
         return
-    check_fingerprint_kind(adapter.path, adapter.base)
     present = base_fingerprint(model.state_dict(), Mesh.without_processes(Layout()), ())
     if present != adapter.base:
         raise ValueError(

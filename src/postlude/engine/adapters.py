@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from postlude.engine.checkpoint_checks import FINGERPRINT_KIND, check_adapter
+from postlude.engine.checkpoint_checks import check_adapter
 from postlude.engine.failure_state import FailureState
 from postlude.engine.options import EngineOptions
 from postlude.engine.stages import StageBuilder, Stages
@@ -293,4 +293,4 @@ def base_fingerprint(tensors: Mapping[str, Tensor], mesh: Mesh, shared_parameter
             total += position_sum(bits, tensor.shape, start) * name_weight(name)
     if dist.is_initialized():
         dist.all_reduce(total)
-    return f"{FINGERPRINT_KIND}{int(total) % (1 << 64):016x}"
+    return f"{int(total) % (1 << 64):016x}"

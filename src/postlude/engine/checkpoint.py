@@ -168,15 +168,14 @@ def _describe(
         raise TypeError(
             f"`extra` is kept as JSON, which cannot hold it ({error}); give numbers, strings, lists and dicts."
         ) from error
-    # Two keys are older than the names here: "idle" are steps_without_gradients, "began_later" late_start_steps.
     entries = {
         name: {
             "step": training_state.step,
             "skipped": training_state.skipped,
             "optimizer_start": training_state.optimizer_start_step,
             "optimizer": training_state.optimizer_kind,
-            "idle": training_state.steps_without_gradients,
-            "began_later": training_state.late_start_steps,
+            "steps_without_gradients": training_state.steps_without_gradients,
+            "late_start_steps": training_state.late_start_steps,
             "adapter": {layer: astuple(config) for layer, config in training_state.adapters.items()},
         }
         for name, training_state in training_states.items()
@@ -202,7 +201,7 @@ def load(
     source = Path(directory).expanduser().resolve()
     state = on_rank0(lambda: read_state(source, ENTRIES))
     check_files(source, state["files"])
-    check_base(source, state.get("base"), trained.base_fingerprint())
+    check_base(source, state["base"], trained.base_fingerprint())
     random_states = {} if adapter is not None else _random_states(trained)
     with _adapters_of(trained, source, state, adapter, same_layers=recast is None) as loaded, ExitStack() as stack:
         saved_parts = [_SavedTrainingState(state, *named_state, recast) for named_state in loaded.items()]
@@ -243,13 +242,13 @@ def _adapters_of(
 
     Adapters that the engine lacks are added, and removed again if the block raises.
     """
-    entries = {"": state, **state.get("adapters", {})}
+    entries = {"": state, **state["adapters"]}
     if adapter is not None and len(entries) > 1:
         raise ValueError(f"{source} has the adapters {', '.join(filter(None, entries))} too: load it with engine.load.")
     names: dict[str, str | None] = {"": adapter or DEFAULT} | {name: name for name in entries if name}
     if not trained.adapters.enabled:
         names = {"": None}
-    elif not state.get("adapter", True):
+    elif not state["adapter"]:
         names[""] = None  # saved without a default adapter
     for name in trained.adapters.names:
         if adapter is None and name not in names.values():
@@ -257,16 +256,11 @@ def _adapters_of(
     added = list[str]()
     try:
         for saved_name, present in names.items():
-            layers = entries[saved_name].get("adapter", {})
-            configs = {layer: AdapterConfig(*values) for layer, values in layers.items()}
+            configs = {layer: AdapterConfig(*values) for layer, values in entries[saved_name]["adapter"].items()}
             if present is not None and present not in trained.training_states:
-                if not configs:
-                    raise ValueError(
-                        f'{source} does not say how its adapter was made: give the engine lora for "{present}".'
-                    )
                 add_adapter_configs(trained, present, configs)
                 added.append(present)
-            elif present is not None and same_layers and "adapter" in entries[saved_name]:
+            elif present is not None and same_layers:
                 check_adapter(source, present, configs, trained.training_states[present].adapters)
         yield {saved_name: trained.training_states[present] for saved_name, present in names.items()}
     except BaseException:
@@ -291,7 +285,7 @@ class _SavedTrainingState:
         self.new_tensors = frozenset(() if recast is None else recast.new_tensors)
         self.has_optimizer_state = any(name.startswith(OPTIMIZER) for name in self.tensors)
         """It is created in the first step with gradients."""
-        self.steps_without_gradients: int = self.state.get("idle", 0)
+        self.steps_without_gradients: int = self.state["steps_without_gradients"]
         self.shards: dict[str, tuple[TensorShard, Tensor]] = {}
 
     def check_optimizer(self, source: Path) -> None:
@@ -346,7 +340,7 @@ class _SavedTrainingState:
 
     def late_start_steps(self) -> dict[str, int]:
         """Returns the parameters whose moments began later than the others': the saved ones, and now those without."""
-        earlier: Mapping[str, int] = self.state.get("began_later", {})
+        earlier: Mapping[str, int] = self.state["late_start_steps"]
         if self.recast is None:
             return dict(earlier)
         moments = {name.rpartition("/")[2] for name in self.tensors if name.startswith(OPTIMIZER)}

@@ -18,7 +18,6 @@ from postlude.sharded_tensors import TensorShard, damaged_files
 from postlude.world.agreement import gather_and_decide
 
 CRITIC = f"{MODEL}{VALUE_HEAD}"
-FINGERPRINT_KIND = "ordered:"  # begins every fingerprint; earlier ones did not depend on the order of the numbers
 
 
 def check_files(source: Path, files: Mapping[str, Mapping[str, int]]) -> None:
@@ -104,22 +103,10 @@ def check_base(source: Path, saved: str | None, present: str | None) -> None:
         raise ValueError(
             f"{source} holds a whole model, but this engine trains LoRA adapters. Export it and start from the export."
         )
-    if saved is not None:
-        check_fingerprint_kind(source, saved)
     if saved != present:
         raise ValueError(
             f"{source} holds adapters of another base model: its weights have the fingerprint {saved}, and this "
             f"model's {present}. Start from the model that the adapters were trained on."
-        )
-
-
-def check_fingerprint_kind(source: Path, saved: str) -> None:
-    """Raises ValueError if the fingerprint of a checkpoint's base is of a version that regarded no order of numbers."""
-    if not saved.startswith(FINGERPRINT_KIND):
-        raise ValueError(
-            f"{source} was written by an earlier version of Postlude: its fingerprint of the base, {saved}, is the "
-            "same for a base with its numbers in another order. Resume it with that version, or start from the adapter "
-            "that its run exported."
         )
 
 

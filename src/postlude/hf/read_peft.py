@@ -338,11 +338,6 @@ def read_saved_adapter(path: str | os.PathLike[str], family: Family | None, conf
             f"{folder} has several adapters ({', '.join(adapter_names)}), and one can be merged. Load it in an "
             "engine, write one with export_adapter(engine, directory, name=...), and convert that directory."
         )
-    if not state.get("adapter"):
-        raise ValueError(
-            f"{folder} has no rank and scale of its adapters: an earlier version wrote it. Continue its run for a "
-            "step, or use the adapter/ that the run exported."
-        )
     if damaged := damaged_files(folder, state["files"]):
         raise ValueError(f"{folder} is damaged: {damaged[0]} is not what was written. Use another checkpoint.")
     configs = {layer: AdapterConfig(*values) for layer, values in state["adapter"].items()}

@@ -23,22 +23,8 @@ from postlude.hf.builtin import BUILTIN, PACKAGED
 from postlude.recipes.config import schema
 from postlude.recipes.config.peer_keys import equivalent
 from postlude.recipes.config.raw import NULL, ConfigError, Dumper, Loader, RawValue, read
-from postlude.recipes.config.schema import (
-    KIND,
-    LIST,
-    PLACE,
-    TEXT,
-    Node,
-    Settings,
-    TaggedUnion,
-    describe,
-    join,
-    type_text,
-    undocumented,
-)
+from postlude.recipes.config.schema import KIND, LIST, PLACE, TEXT, Node, join, type_text
 from postlude.recipes.config.secrets import mask, refuse_masked
-
-__all__ = ["ConfigError", "Settings", "TaggedUnion", "describe", "load", "to_yaml", "undocumented"]
 
 Config = TypeVar("Config")
 LOG = logging.getLogger("postlude")

@@ -389,11 +389,6 @@ def describe(config: type) -> str:
     return "\n".join(lines)
 
 
-def undocumented(config: type) -> list[str]:
-    """Returns the paths of fields without help."""
-    return list(dict.fromkeys(option.path for option in options(config) if not option.help))
-
-
 def type_text(node: Node) -> str:
     """Returns a description of the values that a field takes."""
     if nested := sections(node):
