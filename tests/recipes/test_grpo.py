@@ -18,8 +18,9 @@ import torch.distributed as dist
 from postlude.data import Batch
 from postlude.generate.protocol import Completion
 from postlude.layout import Layout
+from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs, preflight
 from postlude.recipes.config.load import ConfigError, load
-from postlude.recipes.grpo import GRPOConfig, GRPOTrainer, run
+from postlude.recipes.grpo import GRPOConfig, GRPOTrainer, checks, run
 from postlude.recipes.references import prune_references, reference_name
 from postlude.recipes.report.metrics import explain
 from postlude.recipes.report.summary import read_summary
@@ -107,14 +108,16 @@ def test_run_writes_metrics_samples_checkpoints_and_a_report(ranks: Ranks, tmp_p
     assert summary.model is not None
 
 
-def run_epochs(group: Any, directory: str, *epochs: str) -> None:
+def run_epochs(group: Any, directory: str, *epochs: str) -> str:
+    """Returns what the preflight says of the last of these runs, which continue each other."""
     for number in epochs:
-        run(
-            config_of(
-                Path(directory), "--evaluation={every: 0, tasks: 56}", "--warm_start.steps=0", "--prompts_per_step=3",
-                "--samples_per_prompt=2", "--export=false", "--save_completions=true", f"--epochs={number}",
-            )
+        config = config_of(
+            Path(directory), "--evaluation={every: 0, tasks: 56}", "--warm_start.steps=0", "--prompts_per_step=3",
+            "--samples_per_prompt=2", "--export=false", "--save_completions=true", f"--epochs={number}",
         )  # fmt: skip
+        found = preflight(checks(PreflightInputs(config, LaunchInfo())))
+        run(config)
+    return found["epochs"]
 
 
 @pytest.mark.slow
@@ -124,7 +127,7 @@ def test_epochs_are_passes_over_the_tasks(ranks: Ranks, tmp_path: Path) -> None:
     tables = []
     for name, epochs in (("whole", ["2"]), ("parts", ["1.5", "2"])):
         (tmp_path / name).mkdir()
-        ranks(1, run_epochs, str(tmp_path / name), *epochs)
+        assert ranks(1, run_epochs, str(tmp_path / name), *epochs) == ["6 steps for 2 × 8 tasks"]
         tables.append(parquet.read_table(tmp_path / name / "run" / "completions").to_pylist())
     whole, parts = tables
     assert whole == parts

@@ -23,8 +23,17 @@ from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
 from postlude.user_code import CallFunction
 
 if TYPE_CHECKING:
-    from postlude.recipes import keywords
     from postlude.recipes.checks.preflight import PreflightInputs
+    from postlude.recipes.keywords import (
+        DistillFunction,
+        DPOFunction,
+        EvalFunction,
+        GRPOFunction,
+        KTOFunction,
+        PPOFunction,
+        RMFunction,
+        SFTFunction,
+    )
     from postlude.recipes.report.summary import RunSummary
     from postlude.recipes.run.runtime import Runtime
 
@@ -154,19 +163,19 @@ class RecipeFunction:
         return RunResult(run_config.run, outcome, summary, read_metrics(run_config.run), summary.model)
 
 
-sft: keywords.SFTFunction = RecipeFunction("sft")
+sft: SFTFunction = RecipeFunction("sft")
 """Trains on the completions of a dataset."""
-dpo: keywords.DPOFunction = RecipeFunction("dpo")
+dpo: DPOFunction = RecipeFunction("dpo")
 """Trains on pairs of completions."""
-kto: keywords.KTOFunction = RecipeFunction("kto")
+kto: KTOFunction = RecipeFunction("kto")
 """Trains on completions with labels."""
-rm: keywords.RMFunction = RecipeFunction("rm")
+rm: RMFunction = RecipeFunction("rm")
 """Trains a reward model on pairs of completions."""
-grpo: keywords.GRPOFunction = RecipeFunction("grpo")
+grpo: GRPOFunction = RecipeFunction("grpo")
 """Trains on rewards."""
-ppo: keywords.PPOFunction = RecipeFunction("ppo")
+ppo: PPOFunction = RecipeFunction("ppo")
 """Trains on rewards with a critic."""
-distill: keywords.DistillFunction = RecipeFunction("distill")
+distill: DistillFunction = RecipeFunction("distill")
 """Trains on a teacher's distribution."""
-evaluate: keywords.EvalFunction = RecipeFunction("eval")
+evaluate: EvalFunction = RecipeFunction("eval")
 """Samples completions of tasks and scores them."""

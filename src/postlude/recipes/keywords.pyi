@@ -55,7 +55,7 @@ class Settings(TypedDict, total=False):
 class TrainingOptions(ForwardOptions, total=False):
     weights: Literal['fp32', 'split', 'rounded']; fp8: bool | str; selection_bias_rate: float | None
     router_losses: RouterLosses; head: HeadConfig; recompute: Literal['none', 'selective', 'full']
-    overlap: bool | Literal['zero_bubble']; gather_once: bool
+    offload_activations: bool | str; overlap: bool | Literal['zero_bubble']; gather_once: bool
 class SFT(TypedDict, total=False):
     kind: Literal['sft']; over: str; z_loss: float
 class Preference(TypedDict, total=False):

@@ -21,10 +21,10 @@ from postlude.generate.probe import WeightsDiffer
 from postlude.recipes.export import BestCheckpoint, export_run, push_run
 from postlude.recipes.report.finish import finish_failed_run, finish_run
 from postlude.recipes.report.metrics import MEMORY, SPEED
+from postlude.recipes.run.config_changes import describe_files
 from postlude.recipes.run.directory import (
     changed_files,
     checkpoint_step,
-    describe_files,
     flatten,
     is_rank0,
     open_run,
@@ -130,7 +130,7 @@ class TrainingRun:
         if step > trainer.total_steps:
             raise ValueError(
                 f"{directory.path} is at step {step} already, but the run ends at step {trainer.total_steps}. Raise "
-                "steps, or go back with --resume-from."
+                "steps or epochs, or go back with --resume-from."
             )
         files = trainer.config_comparison["files"]
         if is_rank0():

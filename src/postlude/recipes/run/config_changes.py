@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from postlude.user_code import CallFunction
+from postlude.user_code import CALL, CallFunction
 from postlude.world.agreement import RankFailure, gather_and_decide
 
 MISSING = object()
@@ -136,6 +136,23 @@ def describe_differences(differing: list[tuple[str, Any, Any]]) -> str:
     ]
     beyond = len(differing) - SHOWN
     return "; ".join(words) + (f"; and {beyond} more" if beyond > 0 else "")
+
+
+def describe_files(changed: Mapping[str, str]) -> str:
+    """Names changed files and functions, given by their keys."""
+    kinds = {key: "the function " * value.startswith(CALL) for key, value in changed.items()}
+    return " and ".join(f"{kinds[key]}{value.removeprefix(CALL)} ({key})" for key, value in changed.items())
+
+
+def refused_files(run: Path, changed: Mapping[str, str]) -> str:
+    """Returns why a run with changed files is not resumed."""
+    them, new = ("them", "the new ones") if len(changed) > 1 else ("it", "the new one")
+    restore = f"{describe_files(changed)} changed since {run} was last started. Restore {them}, "
+    if any(key.endswith("path") and not key.startswith("evaluation.") for key in changed):
+        new += " (of a dataset to train on, only with as many rows as before)"
+    if any(value.startswith(CALL) for value in changed.values()):
+        return f'{restore}pass file_changes="allow" to resume with {new}, or give another directory as run.'
+    return f"{restore}set --file_changes allow to resume with {new}, or give another directory (--run)."
 
 
 def format_value(value: Any) -> str:

@@ -37,13 +37,13 @@ from postlude.recipes.run.config_changes import (
     describe_differences,
     differences,
     is_covered,
+    refused_files,
     written_key,
 )
 from postlude.recipes.run.json_lines import JSONLinesFile
 from postlude.recipes.run.lock import RunLock
 from postlude.recipes.run.loggers import TENSORBOARD, MetricLoggers, RunInfo, check_loggers
 from postlude.recipes.run.start_mode import CHECKPOINTS, STEP
-from postlude.user_code import CALL
 from postlude.world.agreement import on_rank0
 
 CONFIG, EARLIER, RECORD = "config.yaml", "configs", "run.json"
@@ -399,7 +399,7 @@ def _changes(
     if not steps:
         return {}
     if (changed := changed_files(path, files)) and config.get("file_changes") != "allow":
-        raise ValueError(_refused_files(path, changed))
+        raise ValueError(refused_files(path, changed))
     written = _config_of(path)
     changed_keys = [
         (key, old, new)
@@ -427,28 +427,6 @@ def changed_files(run: Path, files: Callable[[], InputFiles]) -> dict[str, str]:
     new = files() if old else {}
     changed = [key for key in new if key in old and old[key][0] == new[key][0] and old[key][1] != new[key][1]]
     return {written_key(key): new[key][0] for key in changed}
-
-
-def describe_files(changed: Mapping[str, str]) -> str:
-    """Names changed files and functions, each with its key."""
-    kinds = {key: "the function " * value.startswith(CALL) for key, value in changed.items()}
-    return " and ".join(f"{kinds[key]}{value.removeprefix(CALL)} ({key})" for key, value in changed.items())
-
-
-def _refused_files(run: Path, changed: Mapping[str, str]) -> str:
-    """Returns why a run with changed files is not resumed."""
-    what, them = (
-        f"{describe_files(changed)} changed since {run} was last started.",
-        "them" if len(changed) > 1 else "it",
-    )
-    new = "the new ones" if len(changed) > 1 else "the new one"
-    if any(key.endswith("path") and not key.startswith("evaluation.") for key in changed):
-        new += " (of a dataset to train on, only with as many rows as before)"
-    if any(value.startswith(CALL) for value in changed.values()):
-        return (
-            f'{what} Restore {them}, pass file_changes="allow" to resume with {new}, or give another directory as run.'
-        )
-    return f"{what} Restore {them}, set --file_changes allow to resume with {new}, or give another directory (--run)."
 
 
 def _has_steps(path: Path) -> str:
