@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from postlude import load_model, load_tokenizer
+from postlude.generate.cuda_graphs import bucket
 from postlude.generate.generator import Generator
 from postlude.generate.protocol import Completion, Request, VersionSpan
 from postlude.generate.sampling_params import SamplingParams
@@ -79,6 +81,25 @@ def test_completions_equal_one_call_whenever_requests_join(way: type[Generator],
     expected = generated(way(model), requests)
     assert_alike(finished(Session(way(model, max_sequences=4, max_batch_tokens=256)), requests), expected)
     assert_alike(finished(Session(way(model, max_batch_tokens=50)), requests, seed=3), expected)
+
+
+def test_a_session_that_does_not_grow_has_room_for_its_first_completions() -> None:
+    """Later ones join as those end, also if they are longer."""
+    model = sharp()
+    requests = [replace(request, sampling=replace(request.sampling, max_new_tokens=12)) for request in make_requests(6)]
+    generator = GraphGenerator(model, context_length=64)
+    session = Session(generator, grows=False)
+    first, results = [session.add(request) for request in requests[:2]], done(session)
+    joined = [session.add(request) for request in requests[2:]]
+    while session.busy:
+        results |= done(session)
+    expected = generated(GraphGenerator(model), requests)
+    actual = [[results[request_id, number] for number in range(N)] for request_id in (*first, *joined)]
+    assert_alike(actual, expected)
+    assert generator._buffers is not None
+    capacity = generator._buffers.capacity
+    assert capacity.rows == bucket(2 * N) < bucket(generator.max_sequences)
+    assert capacity.pages == 2 * N * (capacity.pages_per_row + 1) + 1
 
 
 def test_single_request_is_bit_identical_to_generate() -> None:

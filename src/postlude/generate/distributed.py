@@ -65,7 +65,7 @@ class ReplicatedGenerator:
         self.adapter: str | None = None
         """The generator's adapter that all completions are sampled with."""
         self.controller: Rank0Controller[_RequestsByRank, list[FinishedCompletion]] = Rank0Controller(self._sample)
-        self._session = Session(self.generator)
+        self._session = Session(self.generator, grows=False)
         self._request_ids: dict[int, int] = {}  # by id in this rank's session
         self._next_id = itertools.count()
         self._submitted: dict[int, Request] = {}  # on rank 0; no rank has them yet
@@ -166,7 +166,7 @@ class ReplicatedGenerator:
 
     def _drop_requests(self) -> None:
         if self._session.busy:
-            self._session = Session(self.generator)
+            self._session = Session(self.generator, grows=False)
         self._request_ids, self._submitted, self._unfinished = {}, {}, {}
 
 

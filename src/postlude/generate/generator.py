@@ -200,9 +200,17 @@ class Generator:
                 raise completion.error
         return [[self.to_completion(completion) for completion in group] for group in groups]
 
-    def session_scheduler(self, completions: Sequence[CompletionState]) -> Scheduler:
-        """Returns a scheduler of these completions, to which others can be added. It works on one rank."""
-        return self._scheduler(completions, DecodeCapacity.for_session)
+    def session_scheduler(self, completions: Sequence[CompletionState], rows: int | None = None) -> Scheduler:
+        """Returns a scheduler of these completions, to which others can be added. It works on one rank.
+
+        It runs as many as `max_sequences` at a time, or on a GPU `rows` with less memory.
+        """
+
+        def capacity(_: Sequence[CompletionState], cache_tokens: int, max_sequences: int) -> DecodeCapacity:
+            most = max_sequences if rows is None else min(rows, max_sequences)
+            return DecodeCapacity.for_session(completions, cache_tokens, most, self.max_length)
+
+        return self._scheduler(completions, capacity)
 
     @contextlib.contextmanager
     def generation_mode(self, adapter: str | None) -> Iterator[None]:
@@ -396,10 +404,12 @@ def _lockstep_group(model: LanguageModel) -> dist.ProcessGroup | None:
 
 @contextlib.contextmanager
 def _eval_mode(model: LanguageModel) -> Iterator[None]:
-    """Sets evaluation mode, and restores the mode afterwards."""
+    """Sets evaluation mode, and restores the mode afterwards. Both visit all modules, so only if it is another."""
     training = model.training
-    model.eval()
+    if training:
+        model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        if training:
+            model.train()

@@ -54,12 +54,13 @@ class DecodeCapacity:
         )
 
     @staticmethod
-    def for_session(completions: Sequence[CompletionState], cache_tokens: int, max_sequences: int) -> DecodeCapacity:
-        """Returns the capacity for these and any later completions, in a cache of about `cache_tokens` tokens."""
-        pages = pages_for(cache_tokens)
-        return DecodeCapacity(
-            rows=bucket(max_sequences), pages=pages + 1, pages_per_row=pages, stops=max_stops(completions)
-        )
+    def for_session(
+        completions: Sequence[CompletionState], cache_tokens: int, rows: int, max_length: int
+    ) -> DecodeCapacity:
+        """Returns the capacity for so many of these and later completions, each of at most `max_length` tokens."""
+        pages_per_row = pages_for(max_length)
+        pages = min(pages_for(cache_tokens), rows * (pages_per_row + 1)) + 1
+        return DecodeCapacity(bucket(rows), pages, pages_per_row, max_stops(completions))
 
 
 @dataclass(frozen=True)

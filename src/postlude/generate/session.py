@@ -76,12 +76,20 @@ class Session:
 
     A completion has the same tokens as `Generator.generate` returns for its seed and index, and the same log-probs to
     rounding, whatever else runs. Only one thread may use a session, and the whole model must be on its rank.
+
+    Unless it `grows`, no more completions run at a time than were there when the first began, and on a GPU the cache is
+    for those only.
     """
 
     def __init__(
-        self, generator: Generator, version: str | None = None, *, clock: Callable[[], float] = time.monotonic
+        self,
+        generator: Generator,
+        version: str | None = None,
+        *,
+        grows: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.generator = generator
+        self.generator, self.grows = generator, grows
         self.version = version
         """The name of the model's weights; None if they have none."""
         self._clock = clock
@@ -198,7 +206,8 @@ class Session:
                 queue.tasks.popleft().run()
             if self._scheduler is None and queue.completions:
                 completions, queue.completions = queue.completions, []
-                self._scheduler, self._unordered = self.generator.session_scheduler(completions), True
+                rows = None if self.grows else len(completions)
+                self._scheduler, self._unordered = self.generator.session_scheduler(completions, rows), True
             scheduler = self._scheduler
             if scheduler is not None:
                 if self._unordered:

@@ -334,11 +334,9 @@ class GenerationServer:
             self._restart_session(f"generating failed: {error}")
             return
         for result in finished:
-            pending = self._pending.get(result.request_id)
-            if pending is None:
-                continue  # another completion of the request has failed
+            pending = self._pending[result.request_id]
             if result.completion is None:
-                self._drop([pending])
+                del self._pending[result.request_id]
                 _resolve(pending.future, error=HTTPError(500, f"this completion failed: {result.error}"))
             elif pending.finish(result.index, result.completion):
                 del self._pending[result.request_id]
