@@ -19,7 +19,6 @@ from torch import Tensor
 from postlude.hf.family import EXPERT, VALUE_HEAD, Family
 from postlude.hf.linear_layers import HFMatrix, existing_modules, linear_layers, module_name, shared_use
 from postlude.hf.peft import CONFIG, AdaptableModel, AdapterMatrices, read_adapter
-from postlude.hf.tensor_sources import MODEL
 from postlude.lora import AdapterConfig, AdapterConfigs
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.blocks import BLOCKS, BlockTable
@@ -327,6 +326,8 @@ def is_adapter_directory(path: str | os.PathLike[str]) -> bool:
 
 def read_saved_adapter(path: str | os.PathLike[str], family: Family | None, config: ModelConfig) -> SavedAdapter:
     """Reads an adapter of this model. Raises ValueError for one that belongs to another, naming what does not match."""
+    from postlude.hf.tensor_sources import MODEL  # imports transformers, which the check of an adapter does without
+
     folder = Path(path).expanduser()
     if not (folder / STATE).is_file():
         return SavedAdapter(folder, *from_peft(*read_adapter(folder), config, family))
