@@ -140,6 +140,14 @@ def test_zero_entropy_and_equal_rewards_give_warnings(
     ]
 
 
+def test_excluded_completions_do_not_hide_equal_rewards(caplog: pytest.LogCaptureFixture) -> None:
+    watched, excluded = health(), Score(0.0, excluded=True)
+    lost = Trajectory(Task("p", {}, "task"), 0, Transcript([1]), score=excluded)
+    for step in (1, 2):
+        watched.check_rewards([*results(1.0, 1.0), lost], step)
+    assert "all completions of a prompt had the same reward" in caplog.text
+
+
 def test_mostly_truncated_completions_give_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "postlude")
     watched, silent = health(), health(verbose=False)
