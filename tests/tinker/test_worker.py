@@ -39,7 +39,7 @@ from postlude.tinker.messages import (
     OpenSampler,
     OptimStep,
     RemoveModel,
-    Sample,
+    SampleCommand,
     SaveForSampler,
     SaveState,
     SnapshotSampler,
@@ -116,7 +116,7 @@ class Calls:
         return self(ForwardBackward, model_id=model_id, request=replace(request, **changes))
 
     def sample(self, sampler_id: str, request: SampleRequest, streamed: bool = False) -> Call:
-        return self(Sample, sampler_id=sampler_id, request=request, streamed=streamed)
+        return self(SampleCommand, sampler_id=sampler_id, request=request, streamed=streamed)
 
 
 def data(seed: int) -> list[Datum]:

@@ -30,7 +30,7 @@ from postlude.tinker.messages import (
     OptimStep,
     RemoveModel,
     Result,
-    Sample,
+    SampleCommand,
     SaveForSampler,
     SaveState,
     SnapshotSampler,
@@ -193,7 +193,7 @@ class EngineBackend:
         self, sampler_id: str, request: SampleRequest, progress: Callable[[SampleProgress], None] | None
     ) -> SampleResult:
         worker = await self._sampler_worker(sampler_id)
-        return await worker.call(Sample(sampler_id, request, streamed=progress is not None), progress)
+        return await worker.call(SampleCommand(sampler_id, request, streamed=progress is not None), progress)
 
     async def _worker(self, base_model: str) -> WorkerProcess:
         """Returns the ranks of a base model, started if they do not run."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import queue
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from postlude.tinker.backend import (
     AdamParams,
@@ -22,7 +22,7 @@ from postlude.tinker.backend import (
 )
 
 if TYPE_CHECKING:
-    from postlude.tinker.worker import RankWorker, Worker
+    from postlude.tinker.rank_models import RankModels
 
 READY, RAN, RESULT, ERROR, PROGRESS = "ready", "ran", "result", "error", "progress"
 """What rank 0 sends: (kind, id of the call, value). RAN comes before the result of a pass, which is large."""
@@ -30,27 +30,54 @@ Message = TypeVar("Message")
 Result = TypeVar("Result")
 
 
-class Command(Generic[Result]):
+class Rank(Protocol):
+    """One rank, as commands see it."""
+
+    @property
+    def models(self) -> RankModels:
+        """The models that it trains."""
+
+
+class Ranks(Protocol):
+    """All ranks, as commands see them from rank 0."""
+
+    def on_ranks(self, command: Callable[[Rank], Result]) -> Result:
+        """Runs a command on all ranks. Returns rank 0's result."""
+
+    def forward_backward(self, model_id: str, request: PassRequest | int) -> ForwardBackwardResult:
+        """Runs a pass."""
+
+    def open_sampler(self, sampler_id: str, directory: Path | None) -> None:
+        """Opens a sampler."""
+
+    def snapshot_sampler(self, model_id: str, sampler_id: str) -> None:
+        """Opens a sampler of a model's weights as they are now."""
+
+    def close_sampler(self, sampler_id: str) -> None:
+        """Closes a sampler."""
+
+
+class TinkerCommand(Generic[Result]):
     """What the HTTP process asks of the ranks, and the type of what they return."""
 
 
-class TrainingCommand(Command[Result], ABC):
+class TrainingCommand(TinkerCommand[Result], ABC):
     """A command that runs alone, in the order in which it was sent. Commands that only load or free are among them."""
 
     @abstractmethod
-    def run(self, worker: Worker) -> Result:
+    def run(self, ranks: Ranks) -> Result:
         """Runs it, on rank 0."""
 
 
 class RankCommand(TrainingCommand[Result]):
     """A command that all ranks run alike."""
 
-    def run(self, worker: Worker) -> Result:
+    def run(self, ranks: Ranks) -> Result:
         """Runs it on all ranks."""
-        return worker.on_ranks(self.run_on)
+        return ranks.on_ranks(self.run_on)
 
     @abstractmethod
-    def run_on(self, rank: RankWorker) -> Result:
+    def run_on(self, rank: Rank) -> Result:
         """Runs it on one rank."""
 
 
@@ -61,7 +88,7 @@ class CreateModel(RankCommand[None]):
     model_id: str
     spec: ModelSpec
 
-    def run_on(self, rank: RankWorker) -> None:
+    def run_on(self, rank: Rank) -> None:
         rank.models.create_model(self.model_id, self.spec)
 
 
@@ -71,7 +98,7 @@ class RemoveModel(RankCommand[None]):
 
     model_id: str
 
-    def run_on(self, rank: RankWorker) -> None:
+    def run_on(self, rank: Rank) -> None:
         rank.models.remove_model(self.model_id)
 
 
@@ -82,8 +109,8 @@ class ForwardBackward(TrainingCommand[ForwardBackwardResult]):
     model_id: str
     request: PassRequest | int
 
-    def run(self, worker: Worker) -> ForwardBackwardResult:
-        return worker.forward_backward(self.model_id, self.request)
+    def run(self, ranks: Ranks) -> ForwardBackwardResult:
+        return ranks.forward_backward(self.model_id, self.request)
 
 
 @dataclass(frozen=True)
@@ -93,7 +120,7 @@ class OptimStep(RankCommand[Mapping[str, float]]):
     model_id: str
     adam: AdamParams
 
-    def run_on(self, rank: RankWorker) -> Mapping[str, float]:
+    def run_on(self, rank: Rank) -> Mapping[str, float]:
         return rank.models.optim_step(self.model_id, self.adam)
 
 
@@ -103,7 +130,7 @@ class DiscardGradients(RankCommand[None]):
 
     model_id: str
 
-    def run_on(self, rank: RankWorker) -> None:
+    def run_on(self, rank: Rank) -> None:
         rank.models.discard_gradients(self.model_id)
 
 
@@ -114,7 +141,7 @@ class SaveState(RankCommand[None]):
     model_id: str
     directory: Path
 
-    def run_on(self, rank: RankWorker) -> None:
+    def run_on(self, rank: Rank) -> None:
         rank.models.save_state(self.model_id, self.directory)
 
 
@@ -126,7 +153,7 @@ class LoadState(RankCommand[None]):
     directory: Path
     optimizer: bool
 
-    def run_on(self, rank: RankWorker) -> None:
+    def run_on(self, rank: Rank) -> None:
         rank.models.load_state(self.model_id, self.directory, self.optimizer)
 
 
@@ -137,7 +164,7 @@ class SaveForSampler(RankCommand[None]):
     model_id: str
     directory: Path
 
-    def run_on(self, rank: RankWorker) -> None:
+    def run_on(self, rank: Rank) -> None:
         rank.models.save_for_sampler(self.model_id, self.directory)
 
 
@@ -148,8 +175,8 @@ class OpenSampler(TrainingCommand[None]):
     sampler_id: str
     directory: Path | None
 
-    def run(self, worker: Worker) -> None:
-        worker.open_sampler(self.sampler_id, self.directory)
+    def run(self, ranks: Ranks) -> None:
+        ranks.open_sampler(self.sampler_id, self.directory)
 
 
 @dataclass(frozen=True)
@@ -159,8 +186,8 @@ class SnapshotSampler(TrainingCommand[None]):
     model_id: str
     sampler_id: str
 
-    def run(self, worker: Worker) -> None:
-        worker.snapshot_sampler(self.model_id, self.sampler_id)
+    def run(self, ranks: Ranks) -> None:
+        ranks.snapshot_sampler(self.model_id, self.sampler_id)
 
 
 @dataclass(frozen=True)
@@ -169,12 +196,12 @@ class CloseSampler(TrainingCommand[None]):
 
     sampler_id: str
 
-    def run(self, worker: Worker) -> None:
-        worker.close_sampler(self.sampler_id)
+    def run(self, ranks: Ranks) -> None:
+        ranks.close_sampler(self.sampler_id)
 
 
 @dataclass(frozen=True)
-class Sample(Command[SampleResult]):
+class SampleCommand(TinkerCommand[SampleResult]):
     """Samples, at the same time as others."""
 
     sampler_id: str
@@ -187,7 +214,7 @@ class Call:
     """A command of the HTTP process, with its number."""
 
     call_id: int
-    command: TrainingCommand[Any] | Sample
+    command: TrainingCommand[Any] | SampleCommand
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from postlude.objectives.summed import SUMMED_LOSSES
 from postlude.tinker.backend import BaseModelInfo, ForwardBackwardResult, PassRequest
 from postlude.tinker.datums import EXTRA_TOKENS, Pass, read_pass, to_result
 from postlude.tinker.limits import check_prompt
-from postlude.tinker.messages import ERROR, PROGRESS, RAN, READY, RESULT, Call, Cancel, Sample, TrainingCommand
+from postlude.tinker.messages import ERROR, PROGRESS, RAN, READY, RESULT, Call, Cancel, SampleCommand, TrainingCommand
 from postlude.tinker.model_sampler import ModelSampler
 from postlude.tinker.prompt_scores import check_prompt_scores
 from postlude.tinker.rank_connection import RankConnection, StagedPasses
@@ -233,7 +233,7 @@ class Worker:
         result: Result = self.controller.call_all(command)[0]
         return result
 
-    def _read_sample(self, call_id: int, sample: Sample) -> SampleCall:
+    def _read_sample(self, call_id: int, sample: SampleCommand) -> SampleCall:
         """Returns a checked sample call. Raises ValueError or TypeError with a sentence for the client."""
         sampler_id, request = sample.sampler_id, sample.request
         if sampler_id not in self.samplers:

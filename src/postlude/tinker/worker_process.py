@@ -29,7 +29,7 @@ from postlude.tinker.messages import (
     Call,
     Cancel,
     Result,
-    Sample,
+    SampleCommand,
     StagePass,
     TrainingCommand,
     UnstagePass,
@@ -93,7 +93,7 @@ class WorkerProcess:
 
     async def call(
         self,
-        command: TrainingCommand[Result] | Sample,
+        command: TrainingCommand[Result] | SampleCommand,
         progress: Callable[[SampleProgress], None] | None = None,
         ran: Callable[[], None] | None = None,
     ) -> Result:
