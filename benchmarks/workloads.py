@@ -75,12 +75,12 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "smoke": lambda: Qwen3Config(
         vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=512, tie_word_embeddings=True,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=1024, tie_word_embeddings=True,
     ),
     "smoke-moe": lambda: Qwen3MoeConfig(
         vocab_size=128, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True,
-        max_position_embeddings=512, tie_word_embeddings=True,
+        max_position_embeddings=1024, tie_word_embeddings=True,
     ),
 }  # fmt: skip
 

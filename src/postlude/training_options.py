@@ -33,9 +33,6 @@ class ForwardOptions:
 
     budget: Annotated[int, Bounds(least=1)] = 8192
     """Maximum number of tokens of a microbatch, and so of a sequence."""
-    share_prefixes: SharePrefixes = "auto"
-    """Compute the tokens with which several sequences of a microbatch begin once: "auto" where it pays, "always"
-    wherever two sequences begin alike, "off" never. It changes no result, only rounding."""
     seed: Annotated[int, Bounds(least=0, most=LARGEST_SEED)] = 0
     """Random seed."""
 
@@ -63,6 +60,9 @@ class TrainingOptions(ForwardOptions):
     """Auxiliary losses of MoE routers."""
     head: HeadConfig = HeadConfig()
     """Computation of the output head."""
+    share_prefixes: SharePrefixes = "auto"
+    """Compute the tokens with which several sequences of a microbatch begin once: "auto" where it pays, "always"
+    wherever two sequences begin alike, "off" never. It changes no result, only rounding."""
     recompute: Recompute = "none"
     """Activations to recompute in the backward instead of keeping them."""
     offload_activations: LayerChoice = False

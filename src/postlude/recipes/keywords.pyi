@@ -17,7 +17,7 @@ Rows = Path | Iterable[Any]  # a DataFrame is one, too
 Code = str | Callable[..., Any]
 
 class ForwardOptions(TypedDict, total=False):
-    budget: int; share_prefixes: Literal['auto', 'always', 'off']; seed: int
+    budget: int; seed: int
 class Layout(TypedDict, total=False):
     pp: int; vpp: int; dp_replicate: int; dp_shard: int; cp: int; tp: int; ep: int
 class AdamW(TypedDict, total=False):
@@ -54,8 +54,9 @@ class Settings(TypedDict, total=False):
     pass
 class TrainingOptions(ForwardOptions, total=False):
     weights: Literal['fp32', 'split', 'rounded']; fp8: bool | str; selection_bias_rate: float | None
-    router_losses: RouterLosses; head: HeadConfig; recompute: Literal['none', 'selective', 'full']
-    offload_activations: bool | str; overlap: bool | Literal['zero_bubble']; gather_once: bool
+    router_losses: RouterLosses; head: HeadConfig; share_prefixes: Literal['auto', 'always', 'off']
+    recompute: Literal['none', 'selective', 'full']; offload_activations: bool | str
+    overlap: bool | Literal['zero_bubble']; gather_once: bool
 class SFT(TypedDict, total=False):
     kind: Literal['sft']; over: str; z_loss: float
 class Preference(TypedDict, total=False):

@@ -30,7 +30,7 @@ Message = TypeVar("Message")
 Result = TypeVar("Result")
 
 
-class Rank(Protocol):
+class ModelRank(Protocol):
     """One rank, as commands see it."""
 
     @property
@@ -38,10 +38,10 @@ class Rank(Protocol):
         """The models that it trains."""
 
 
-class Ranks(Protocol):
+class AllRanks(Protocol):
     """All ranks, as commands see them from rank 0."""
 
-    def on_ranks(self, command: Callable[[Rank], Result]) -> Result:
+    def on_ranks(self, command: Callable[[ModelRank], Result]) -> Result:
         """Runs a command on all ranks. Returns rank 0's result."""
 
     def forward_backward(self, model_id: str, request: PassRequest | int) -> ForwardBackwardResult:
@@ -65,19 +65,19 @@ class TrainingCommand(TinkerCommand[Result], ABC):
     """A command that runs alone, in the order in which it was sent. Commands that only load or free are among them."""
 
     @abstractmethod
-    def run(self, ranks: Ranks) -> Result:
+    def run(self, ranks: AllRanks) -> Result:
         """Runs it, on rank 0."""
 
 
 class RankCommand(TrainingCommand[Result]):
     """A command that all ranks run alike."""
 
-    def run(self, ranks: Ranks) -> Result:
+    def run(self, ranks: AllRanks) -> Result:
         """Runs it on all ranks."""
         return ranks.on_ranks(self.run_on)
 
     @abstractmethod
-    def run_on(self, rank: Rank) -> Result:
+    def run_on(self, rank: ModelRank) -> Result:
         """Runs it on one rank."""
 
 
@@ -88,7 +88,7 @@ class CreateModel(RankCommand[None]):
     model_id: str
     spec: ModelSpec
 
-    def run_on(self, rank: Rank) -> None:
+    def run_on(self, rank: ModelRank) -> None:
         rank.models.create_model(self.model_id, self.spec)
 
 
@@ -98,7 +98,7 @@ class RemoveModel(RankCommand[None]):
 
     model_id: str
 
-    def run_on(self, rank: Rank) -> None:
+    def run_on(self, rank: ModelRank) -> None:
         rank.models.remove_model(self.model_id)
 
 
@@ -109,7 +109,7 @@ class ForwardBackward(TrainingCommand[ForwardBackwardResult]):
     model_id: str
     request: PassRequest | int
 
-    def run(self, ranks: Ranks) -> ForwardBackwardResult:
+    def run(self, ranks: AllRanks) -> ForwardBackwardResult:
         return ranks.forward_backward(self.model_id, self.request)
 
 
@@ -120,7 +120,7 @@ class OptimStep(RankCommand[Mapping[str, float]]):
     model_id: str
     adam: AdamParams
 
-    def run_on(self, rank: Rank) -> Mapping[str, float]:
+    def run_on(self, rank: ModelRank) -> Mapping[str, float]:
         return rank.models.optim_step(self.model_id, self.adam)
 
 
@@ -130,7 +130,7 @@ class DiscardGradients(RankCommand[None]):
 
     model_id: str
 
-    def run_on(self, rank: Rank) -> None:
+    def run_on(self, rank: ModelRank) -> None:
         rank.models.discard_gradients(self.model_id)
 
 
@@ -141,7 +141,7 @@ class SaveState(RankCommand[None]):
     model_id: str
     directory: Path
 
-    def run_on(self, rank: Rank) -> None:
+    def run_on(self, rank: ModelRank) -> None:
         rank.models.save_state(self.model_id, self.directory)
 
 
@@ -153,7 +153,7 @@ class LoadState(RankCommand[None]):
     directory: Path
     optimizer: bool
 
-    def run_on(self, rank: Rank) -> None:
+    def run_on(self, rank: ModelRank) -> None:
         rank.models.load_state(self.model_id, self.directory, self.optimizer)
 
 
@@ -164,7 +164,7 @@ class SaveForSampler(RankCommand[None]):
     model_id: str
     directory: Path
 
-    def run_on(self, rank: Rank) -> None:
+    def run_on(self, rank: ModelRank) -> None:
         rank.models.save_for_sampler(self.model_id, self.directory)
 
 
@@ -175,7 +175,7 @@ class OpenSampler(TrainingCommand[None]):
     sampler_id: str
     directory: Path | None
 
-    def run(self, ranks: Ranks) -> None:
+    def run(self, ranks: AllRanks) -> None:
         ranks.open_sampler(self.sampler_id, self.directory)
 
 
@@ -186,7 +186,7 @@ class SnapshotSampler(TrainingCommand[None]):
     model_id: str
     sampler_id: str
 
-    def run(self, ranks: Ranks) -> None:
+    def run(self, ranks: AllRanks) -> None:
         ranks.snapshot_sampler(self.model_id, self.sampler_id)
 
 
@@ -196,7 +196,7 @@ class CloseSampler(TrainingCommand[None]):
 
     sampler_id: str
 
-    def run(self, ranks: Ranks) -> None:
+    def run(self, ranks: AllRanks) -> None:
         ranks.close_sampler(self.sampler_id)
 
 
