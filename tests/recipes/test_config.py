@@ -303,7 +303,7 @@ MODEL = "model: tiny\nenvironment: {kind: jsonl, path: a}\n"  # two lines; the t
     [
         ("optimzer: {lr: 1}", 'config key "optimzer" is unknown in FILE line 3; did you mean "optimizer"?'),
         ("optimizer:\n  lrr: 1", 'config key "optimizer.lrr" is unknown for adamw in FILE line 4; did you mean "optimizer.lr"?'),
-        ("optimizer: {kind: sgd, eps: 1}", 'config key "optimizer.eps" is unknown for sgd in FILE line 3; the keys there are lr, momentum, weight_decay, max_grad_norm, schedule.'),
+        ("optimizer: {kind: sgd, eps: 1}", 'config key "optimizer.eps" is unknown for sgd in FILE line 3; it is a key of adamw: set optimizer.kind.'),
         ("every: 3", 'config key "every" is unknown in FILE line 3; did you mean "evaluation.every"?'),
         ("optimizer.lr: 3", 'config key "optimizer.lr" is unknown in FILE line 3; write what follows a dot on a line of its own, indented.'),
         ("? [a]\n: 3", 'config key "?" is unknown in FILE line 3; the keys there are seed, model, steps, name, resume, directory, dtype, recompute, world, stop, betas, tags, mixture, optimizer, objective, environment, held_out, evaluation, layout, extra.'),

@@ -70,8 +70,10 @@ class _UnknownKeys:
     root: Node
     messages: list[str] = field(default_factory=list)
 
-    def add(self, section: Node, kind: str, above: str, name: str, raw: RawValue) -> None:
-        """Adds the key `name` of a section at the path `above`."""
+    def add(self, kinds: Mapping[str, Node], kind: str, above: str, name: str, raw: RawValue) -> None:
+        """Adds the key `name` of a section at the path `above`, which is of this one of its `kinds`."""
+        section = kinds[kind]
+        others = [other for other, keys in kinds.items() if other != kind and name in keys["properties"]]
         while not raw.full_mapping and len(raw.entries) == 1:  # on the command line the path is one argument
             (raw,) = raw.entries.values()
         known = [option.path for option in schema.options_of(section, above) if "*" not in option.path]
@@ -84,6 +86,8 @@ class _UnknownKeys:
             hint = "write what follows a dot on a line of its own, indented."
         elif key := equivalent(last, {option.path for option in schema.options_of(self.root)}):
             hint = f'use "{key}".'
+        elif kind and others:
+            hint = f"it is a key of {', '.join(others)}: set {join(above, KIND)}."
         elif meant := [path for path in full_paths if path in known] or near or elsewhere:
             hint = f'did you mean "{meant[0]}"?'
         else:
@@ -151,7 +155,7 @@ def _section(node: Node, raw: RawValue, default: Any, unknown: _UnknownKeys) -> 
     data |= {KIND: chosen} if chosen else {}
     for name, entry in raw.entries.items():
         if name not in known:
-            unknown.add(kinds[chosen], chosen, raw.path, name, entry)
+            unknown.add(kinds, chosen, raw.path, name, entry)
             continue
         if name != KIND or not chosen:
             data[name] = _value(known[name], entry, data.get(name, known[name].get("default")), unknown)
