@@ -120,7 +120,7 @@ def resumed(group: Any, kind: str, layout: str, directory: str) -> tuple[Any, ..
     [
         ("split, 8-bit moments, offload", ""),
         *(pytest.param(kind, "", marks=pytest.mark.thorough) for kind in KINDS if "split, 8" not in kind),
-        pytest.param("rounded, 8-bit moments", "tp=2,dp_shard=2", marks=pytest.mark.thorough),
+        pytest.param("8-bit moments", "tp=2,dp_shard=2", marks=pytest.mark.thorough),
         pytest.param("split, 8-bit moments, offload", "pp=2,tp=2", marks=pytest.mark.thorough),
     ],
 )
