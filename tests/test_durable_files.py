@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from postlude import Engine
 from postlude import ranks as started
 from postlude.data.encoded_dataset import EncodedDataset
 from postlude.durable_files import publish, write_atomic
@@ -18,7 +19,7 @@ from postlude.hf.export import export_hf
 from postlude.hf.peft import write_adapter
 from postlude.hf.read_model import model_from_hf
 from postlude.model import LanguageModel
-from tests.engine.training import build, config
+from tests.engine.training import config
 
 
 def inode(path: Any) -> tuple[int, int, int]:
@@ -59,7 +60,8 @@ def renames(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def checkpoint(directory: Path) -> None:
     with started(device="cpu"):
-        build("", config("tiny-dense", num_hidden_layers=1)).save(directory / "checkpoint")
+        engine = Engine(config("tiny-dense", num_hidden_layers=1), device="cpu")
+        engine.save(directory / "checkpoint")
 
 
 def export(directory: Path) -> None:

@@ -103,7 +103,7 @@ def tutorial() -> list[str]:
     return re.findall(r"^```bash\n(.*?)^```", (DOCS / "tutorial.md").read_text(), re.MULTILINE | re.DOTALL)
 
 
-SHORT = {"sft": "--steps 2", "grpo": "--steps 1 --prompts_per_step 4 --samples_per_prompt 2 --evaluation.tasks 4"}
+SHORT = {"sft": "--epochs 1", "grpo": "--steps 1 --prompts_per_step 4 --samples_per_prompt 2 --evaluation.tasks 4"}
 
 
 @pytest.mark.slow  # five commands, two of which train

@@ -98,17 +98,17 @@ def test_new_weights_of_a_session_are_rounded() -> None:
 class KeepsOldFP8(SyncedGenerator):
     """Makes FP8 weights only once."""
 
-    def sync_weights(self) -> None:
+    def _copy_if_changed(self) -> None:
         if self.engine.step:
             self.generator.quantize_weights = lambda: None
-        super().sync_weights()
+        super()._copy_if_changed()
 
 
 class ScalesFP8(SyncedGenerator):
     """From the second copy on, the scale of one block is doubled."""
 
-    def sync_weights(self) -> None:
-        super().sync_weights()
+    def _copy_if_changed(self) -> None:
+        super()._copy_if_changed()
         if self.engine.step:
             _, copy = next(iter(self.generator.fp8_weights._copies.values()))
             copy.scales[0, 0] = 2.0 * copy.scales[0, 0]

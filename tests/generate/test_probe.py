@@ -28,9 +28,9 @@ SMALL_STEPS = AdamW(lr=1e-5)
 class KeepsOldWeights(SyncedGenerator):
     """Keeps the first weights."""
 
-    def sync_weights(self) -> None:
+    def _copy_if_changed(self) -> None:
         self.first = getattr(self, "first", None) or {}
-        super().sync_weights()
+        super()._copy_if_changed()
         for name, parameter in self.model.named_parameters():
             parameter.data.copy_(self.first.setdefault(name, parameter.detach().clone()))
 
@@ -38,9 +38,9 @@ class KeepsOldWeights(SyncedGenerator):
 class ScalesOneMatrix(SyncedGenerator):
     """On the last rank, one matrix of the second copy is 1 % too large."""
 
-    def sync_weights(self) -> None:
+    def _copy_if_changed(self) -> None:
         copied = self.copied_step
-        super().sync_weights()
+        super()._copy_if_changed()
         last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
         if self.copied_step != copied >= 0 and last:
             self.model.get_parameter("layers.0.attention.q_proj.weight").data.mul_(1.01)

@@ -330,17 +330,6 @@ def test_logged_text_is_escaped(tmp_path: Path) -> None:
     assert len(code) == len([script for script in plain.scripts if script.get("type") != "application/json"]) == 1
 
 
-def test_samples_of_an_earlier_version_show_their_reward_components(tmp_path: Path) -> None:
-    """Its samples.jsonl has them under "parts"."""
-    with open_run(tmp_path / "run", {}) as run:
-        run.log(1, {"loss": 1.0}, phase="grpo")
-        run.log_samples(1, [Sample("a prompt", "a completion", 1.0, {"component": 0.25})])
-    samples = tmp_path / "run" / "samples.jsonl"
-    samples.write_text(samples.read_text().replace('"components"', '"parts"'))
-    assert '"parts"' in samples.read_text()
-    assert "component 0.25" in Page(write_report([tmp_path / "run"], tmp_path / "report.html")).text
-
-
 def test_two_runs_are_drawn_in_the_same_charts(tmp_path: Path) -> None:
     first = example_run(tmp_path / "a" / "grpo", steps=30)
     second = example_run(tmp_path / "b" / "grpo", steps=50, seed=1, gain=3.0)

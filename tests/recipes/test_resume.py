@@ -261,13 +261,13 @@ def test_changed_data_or_models_are_refused_by_key(tmp_path: Path, capsys: pytes
         return capsys.readouterr().err
 
     data.write_text("".join(reversed(lines)))
-    assert f"{data} (data.path) changed since {run} was last started. Restore the file" in refusal()
+    assert f"{data} (data.path) changed since {run} was last started. Restore it, " in refusal()
     data.write_text("".join(lines))
     weights = model / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-3] ^= 1  # another reference
     weights.write_bytes(content)
-    assert f"{model} (model) changed since {run} was last started. Restore the file" in refusal()
+    assert f"{model} (model) changed since {run} was last started. Restore it, " in refusal()
     content[-3] ^= 1
     weights.write_bytes(content)
     (model / "README.md").write_text("Other words.")
