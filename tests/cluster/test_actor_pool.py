@@ -66,7 +66,7 @@ def test_calls_of_killed_worker_are_retried_on_another(local_ray: None) -> None:
         while len(scores) < len(call_ids):
             scores |= pool.poll(None)
         assert [scores[call_id].reward for call_id in call_ids] == [float(size) for size in range(12)]
-        assert pool.lost_workers == 1
+        assert pool.pool.lost == 1
         assert not pool.failures.total()
 
 
