@@ -54,7 +54,6 @@ class MathReward:
     _library: Any = field(default=None, repr=False, compare=False)
 
     def prepare(self) -> None:
-        """Imports the library."""
         self._library = _import("math_verify", "math-verify", "scoring mathematical answers")
         for module in ("parser", "grader"):  # they warn that they have no time limit, but the worker has one
             logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
@@ -126,7 +125,6 @@ class GymEntries:
     _dataset: Any = field(default=None, repr=False, compare=False)
 
     def prepare(self) -> None:
-        """Builds the dataset."""
         self._dataset = gym_dataset(self.name, {**self.config, "seed": self.seed, "size": self.size})
 
     def __call__(self, start: int, stop: int) -> str:
@@ -138,7 +136,6 @@ class GymEntries:
 
 
 def decode_entries(page: str) -> list[dict[str, Any]]:
-    """Returns the entries that `GymEntries` encoded."""
     entries: list[dict[str, Any]] = pickle.loads(base64.b64decode(page))
     return entries
 
