@@ -12,7 +12,7 @@ from postlude.recipes.config.load import load
 from postlude.recipes.registry import RECIPES
 from postlude.recipes.run import completion_tables
 from postlude.recipes.run.completion_tables import CompletionRow, CompletionTables, check_completion_tables
-from postlude.recipes.run.directory import read_metrics
+from postlude.recipes.run.files import read_metrics
 from postlude.recipes.run.start_mode import StartMode
 from tests.conftest import Ranks
 
