@@ -29,17 +29,28 @@ from postlude import LanguageModel, load_model
 from postlude.generate.generator import Generator
 from postlude.generate.sampling_params import SamplingParams
 from postlude.hf.families import FAMILIES
-from postlude.hf.lora_targets import adapter_configs
+from postlude.hf.linear_layers import adapter_configs
 from postlude.lora import LoRA
 
 Run = Callable[[Workload], None]
 
 
 def main(arguments: argparse.Namespace) -> None:
-    config, device = SHAPES[arguments.shape](), arguments.device
-    cases = list(workloads(arguments.workloads, config.vocab_size, arguments.completions, arguments.length))
+    results = Results(" ".join(sys.argv), arguments.device, arguments.json)
+    for shape in arguments.shape:
+        measure(shape, arguments, results)
+
+
+def measure(shape: str, arguments: argparse.Namespace, results: Results) -> None:
+    """Adds the results of all engines for one shape."""
+    config, device = SHAPES[shape](), arguments.device
+    cases = list(
+        workloads(
+            arguments.workloads, config.vocab_size, arguments.completions, arguments.length,
+            prompt_length=arguments.prompt,
+        )
+    )  # fmt: skip
     budget, max_rows = max(case.cache_tokens for case in cases), max(case.rows for case in cases)
-    results = Results(" ".join(sys.argv), device, arguments.json)
     clock = Clock(device, repeats=arguments.repeat)
     makers = dict(MAKERS)
     if arguments.lora:
@@ -55,8 +66,8 @@ def main(arguments: argparse.Namespace) -> None:
         run = make(config, device, budget, max_rows)
         for case in cases:
             result = result_or_failure(lambda case=case, run=run: timed(run, case, config, clock, device))
-            results.add({"shape": arguments.shape, "engine": name, "case": case.name, **result})
-            print(f"{name:<28} {case.name:<46} {result}", flush=True)
+            results.add({"shape": shape, "engine": name, "case": case.name, **result})
+            print(f"{shape:<16} {name:<28} {case.name:<46} {result}", flush=True)
         if arguments.profile and name.startswith("postlude"):
             profile_step(run, cases[0], device)
         del run

@@ -5,13 +5,14 @@
     PYTHONPATH=src python benchmarks/decode_step.py --rows 16 --lora 32
     PYTHONPATH=src python benchmarks/decode_step.py --shape 8b --rows 128 --quantization fp8 --profile
 
-Weights and keys are random. The share of the roofline is the time to read the weights and the keys that must be read
-once, at 4.8 TB/s, over the time of the step; a shared prompt counts once.
+Weights and keys are random. The share of the roofline is the time to read the weights, keys and states that must be
+read once, at 4.8 TB/s, over the time of the step; a shared prompt counts once.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import time
 from collections import Counter
@@ -20,11 +21,13 @@ from typing import Any
 
 import decode
 import torch
-from decode_workloads import BANDWIDTH, token_bytes, weight_bytes
+from decode_bytes import DecodeBytes
+from decode_workloads import BANDWIDTH
 from workloads import SHAPES
 
 from postlude import load_model
 from postlude.generate.cuda_graphs import DecodeStep, bucket
+from postlude.generate.decode_cache import PrefillSequence
 from postlude.generate.decode_rows import KEY, LENGTH, LIMIT
 from postlude.generate.generator import Generator
 from postlude.generate.graph_scheduler import DecodeCapacity, GraphBuffers
@@ -34,6 +37,7 @@ from postlude.ops.shared_pages import SharedPages, TileShape, shared_tiles
 
 MARGIN = 128  # tokens that steps of a measurement may add
 REPLAYS = 20
+STUCK_SECONDS = 60
 
 
 def options() -> argparse.Namespace:
@@ -71,11 +75,18 @@ def fill(buffers: GraphBuffers, rows: int, context: int, prompt: int, group: int
     return shared.shape
 
 
+def start_states(buffers: GraphBuffers) -> None:
+    """Starts every row with the recurrent states after one token, if the model has any."""
+    buffers.model_step(0, [PrefillSequence(tokens=[0], pages=[0])])
+    rows = torch.arange(buffers.capacity.rows, device=buffers.cache.device)
+    buffers.cache.start_rows(rows, torch.zeros_like(rows), [])
+
+
 def needed_bytes(config: Any, rows: int, context: int, prompt: int, group: int) -> float:
-    """Bytes that a step must read: all weights once, and every key and value once."""
-    shared = prompt // PAGE_SIZE * PAGE_SIZE if group > 1 else 0
-    tokens = rows * (context - shared) + -(-rows // group) * shared
-    return weight_bytes(config) + tokens * token_bytes(config)
+    """Bytes that a step must read: its weights once, every key and value once, and the states of every row."""
+    needed, shared = DecodeBytes.of(config), prompt // PAGE_SIZE * PAGE_SIZE if group > 1 else 0
+    tokens = torch.tensor([context - shared])
+    return needed.weights(rows) + rows / group * needed.completion(tokens, shared, group).item()
 
 
 def measure(arguments: argparse.Namespace, generator: Generator, adapter: str | None, rows: int) -> dict[str, Any]:
@@ -84,7 +95,11 @@ def measure(arguments: argparse.Namespace, generator: Generator, adapter: str | 
     capacity = DecodeCapacity(rows=bucket(rows), pages=rows * longest + 1, pages_per_row=longest, stops=8)
     with generator.generation_mode(adapter):
         buffers = GraphBuffers.of(generator.model, generator.adapters, capacity, torch.device("cuda"))
-        step = DecodeStep(bucket(rows), False, fill(buffers, rows, context, prompt, group))
+        began = time.perf_counter()
+        start_states(buffers)
+        torch.cuda.synchronize()
+        print(f"a prompt of one token: {time.perf_counter() - began:.1f} s", flush=True)
+        step = DecodeStep(bucket(rows), False, False, False, fill(buffers, rows, context, prompt, group))
         began = time.perf_counter()
         buffers.graphs(step)
         torch.cuda.synchronize()
@@ -136,7 +151,11 @@ def kernels(buffers: GraphBuffers, step: DecodeStep) -> list[tuple[str, float, i
 
 def main() -> None:
     arguments = options()
+    faulthandler.dump_traceback_later(STUCK_SECONDS, repeat=True)  # says where the time goes
+    began = time.perf_counter()
     model = load_model(SHAPES[arguments.shape](), dtype=torch.bfloat16, device="cuda")
+    torch.cuda.synchronize()
+    print(f"weights made in {time.perf_counter() - began:.1f} s", flush=True)
     generator = Generator(model, quantization=arguments.quantization)
     adapter = decode.load_adapter(generator, arguments.lora) if arguments.lora else None
     results = [measure(arguments, generator, adapter, rows) for rows in arguments.rows]

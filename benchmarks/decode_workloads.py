@@ -1,21 +1,22 @@
 """The workloads of `decode.py`: prompts, lengths of completions, and the least time in which a GPU could decode them.
 
-A decode step must read all weights once, and the keys and values of every running completion. Completions of one prompt
-need its keys once. The roofline is these bytes over 4.8 TB/s, the memory bandwidth of an H200. It has no time for
-prompts, products or sampling.
+A decode step must read its weights once, and the keys, values and states of every running completion. Completions of
+one prompt need its keys once. The roofline is these bytes (`decode_bytes.py`) over 4.8 TB/s, the memory bandwidth of an
+H200. It has no time for prompts, products or sampling.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from decode_bytes import DecodeBytes
 
 BANDWIDTH = 4.8e12
 PROMPT = 64  # tokens
-BYTES = 2  # of a weight or a number of the cache
 
 
 @dataclass(frozen=True)
@@ -48,29 +49,23 @@ class Workload:
             len(prompt) + length + 64 for prompt, length in zip(self.prompts, self.lengths, strict=True)
         )
 
-    def first_tokens(self) -> Workload:
-        """Returns the same prompts with completions of one token."""
-        return replace(self, lengths=[1] * len(self.prompts))
+    def first_tokens(self, count: int = 1) -> Workload:
+        """Returns the same prompts with completions of so many tokens."""
+        return replace(self, lengths=[count] * len(self.prompts))
 
     def roofline_seconds(self, config: Any) -> float:
         """Returns the least time of the steps after the first, if all completions run from the beginning."""
+        needed = DecodeBytes.of(config)
+        ends = Counter(length - 1 for length in self.lengths)
+        running, total, step = len(self.lengths), 0.0, 0
+        for end in sorted(ends):  # between two ends the same completions run
+            total += (end - step) * needed.weights(self.group * running)
+            running, step = running - ends[end], end
         # A token of step t attends to its prompt and to t tokens of its completion.
-        completion_keys = sum(self.group * (length - 1) * length / 2 for length in self.lengths)
-        prompts = sum((length - 1) * len(prompt) for prompt, length in zip(self.prompts, self.lengths, strict=True))
-        steps = max(self.lengths) - 1
-        return (steps * weight_bytes(config) + (completion_keys + prompts) * token_bytes(config)) / BANDWIDTH
-
-
-def weight_bytes(config: Any) -> float:
-    """Returns the bytes of the weights that a step reads: all layers of a dense model and the head."""
-    heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
-    layer = config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
-    return BYTES * (config.num_hidden_layers * layer + config.vocab_size * config.hidden_size)
-
-
-def token_bytes(config: Any) -> float:
-    """Returns the bytes of a token's keys and values in all layers."""
-    return BYTES * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        same = Counter((len(prompt), length) for prompt, length in zip(self.prompts, self.lengths, strict=True))
+        for (prompt, length), count in same.items():
+            total += count * needed.completion(torch.arange(1, length), prompt, self.group).sum().item()
+        return total / BANDWIDTH
 
 
 def workloads(
@@ -79,6 +74,7 @@ def workloads(
     completions: Sequence[int],
     length: int,
     *,
+    prompt_length: int = PROMPT,
     contexts: Sequence[int] = (1024, 2048, 4096),
     context_rows: int = 128,
     mixed: tuple[int, int, int] = (256, 100, 1024),
@@ -87,7 +83,7 @@ def workloads(
     generator = torch.Generator().manual_seed(0)
     max_completions = max(completions)
 
-    def prompts(count: int, tokens: int = PROMPT) -> list[list[int]]:
+    def prompts(count: int, tokens: int = prompt_length) -> list[list[int]]:
         drawn: list[list[int]] = torch.randint(vocab, (count, tokens), generator=generator).tolist()
         return drawn
 
@@ -95,9 +91,8 @@ def workloads(
         drawn: list[int] = torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
         return drawn
 
-    if "even" in names:
-        for count in completions:
-            yield Workload(f"{count} completions", prompts(count), [length] * count)
+    for count in completions if "even" in names else ():
+        yield Workload(f"{count} completions", prompts(count), [length] * count)
     if "uneven" in names:  # half of them shorter than a quarter of the longest
         shares = torch.rand(max_completions, generator=generator).square()
         yield Workload(
@@ -122,11 +117,14 @@ def workloads(
             text = ", ".join(f"{name.replace('_', '-')} {number}" for name, number in filters.items())
             for count in completions:
                 yield Workload(f"{count} completions, {text}", prompts(count), [length] * count, filters=filters)
-    if "mixed" in names:  # the load that Mini-SGLang publishes for this model
-        requests, shortest, longest = mixed
+    if "long" in names:
+        yield Workload("64 completions of prompts of 16,384", prompts(64, 16_384), [length] * 64)
+    # "mixed" is the load that Mini-SGLang publishes for the 0.6B model.
+    sizes = [size for name, size in (("mixed", mixed), ("requests", (512, 16, 512))) if name in names]
+    for requests, shortest, longest in sizes:
         mixed_prompts = [prompts(1, tokens)[0] for tokens in uniform(requests, shortest, longest)]
         name = f"{requests} requests, {shortest:,} to {longest:,} tokens in and out"
         yield Workload(name, mixed_prompts, uniform(requests, shortest, longest))
 
 
-NAMES = ("even", "uneven", "grpo", "contexts", "filtered", "mixed")
+NAMES = ("even", "uneven", "grpo", "contexts", "long", "filtered", "mixed", "requests")

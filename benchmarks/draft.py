@@ -22,6 +22,7 @@ import torch
 
 from postlude import LanguageModel, ModelConfig, Pattern, pack
 from postlude.engine.normalizer import LossNormalizer
+from postlude.generate.draft_switch import DraftSwitch
 from postlude.generate.generator import Generator
 from postlude.generate.protocol import Completion
 from postlude.generate.sampling_params import SamplingParams
@@ -41,12 +42,13 @@ def options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="of a completion")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--repeat", type=int, default=3, help="the median counts")
+    parser.add_argument("--rounds", type=int, default=8, help="in which the switch of a run chooses to draft or not")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments.steps, arguments.completions, arguments.tokens, arguments.repeat = 2, [4], 8, 1
-        arguments.layers, arguments.hidden = 2, 64
+        arguments.layers, arguments.hidden, arguments.rounds = 2, 64, 4
     return arguments
 
 
@@ -95,7 +97,29 @@ def read_text() -> torch.Tensor:
 
 def main() -> None:
     arguments, text = options(), read_text()
-    compare(arguments, trained(arguments, text), text)
+    model = trained(arguments, text)
+    compare(arguments, model, text)
+    switch(arguments, model, text)
+
+
+def windows(text: torch.Tensor, count: int) -> list[list[int]]:
+    return [text[start : start + 32].tolist() for start in range(0, 997 * count, 997)]
+
+
+def switch(arguments: argparse.Namespace, model: LanguageModel, text: torch.Tensor) -> None:
+    """Prints in which rounds a run's switch drafts, and the speed-up that it measures."""
+    generator = Generator(model, draft="mtp")
+    for temperature, completions in itertools.product(arguments.temperatures, arguments.completions):
+        draft_switch, drafted = DraftSwitch(), ""
+        for number in range(arguments.rounds):
+            generator.set_drafting(draft_switch.next_round())
+            drafted += "D" if draft_switch.drafting else "-"
+            sampling = SamplingParams(max_new_tokens=arguments.tokens, temperature=temperature, seed=number)
+            start = time.perf_counter()
+            generator.generate(windows(text, completions), sampling)
+            draft_switch.add(completions, completions * arguments.tokens, time.perf_counter() - start)
+        speedup = draft_switch.speedup or float("nan")
+        print(f"{completions} at once, temperature {temperature}: rounds {drafted}, {speedup:.2f}x", flush=True)
 
 
 def compare(arguments: argparse.Namespace, model: LanguageModel, text: torch.Tensor) -> None:
@@ -104,7 +128,7 @@ def compare(arguments: argparse.Namespace, model: LanguageModel, text: torch.Ten
     if arguments.device == "cuda":
         ways |= {"plain, eager": EagerGenerator(model), "drafted, eager": EagerGenerator(model, draft="mtp")}
     for temperature, completions in itertools.product(arguments.temperatures, arguments.completions):
-        prompts = [text[start : start + 32].tolist() for start in range(0, 997 * completions, 997)]
+        prompts = windows(text, completions)
         sampling = SamplingParams(max_new_tokens=arguments.tokens, temperature=temperature)
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         completions_by_name: dict[str, list[Completion]] = {}

@@ -18,7 +18,7 @@ from postlude.generate.generator import Generator
 from postlude.generate.protocol import Completion, Request
 from postlude.generate.sampling_params import SamplingParams
 from postlude.generate.session import Session, SessionTask
-from postlude.hf.lora_targets import adapter_configs
+from postlude.hf.linear_layers import adapter_configs
 from postlude.layout import Layout
 from postlude.lora import AdapterConfig, LoRA
 from postlude.model.adapters import is_adapter
@@ -76,11 +76,12 @@ def test_log_probs_equal_a_model_built_with_the_adapter(pattern: str, experts: A
     lora = LoRA(rank=3, alpha=5.0, experts=experts, ranks={} if "*" not in pattern else {"q_proj": 5})
     model = adapted(small_config(pattern), lora)
     prompt_list = prompts(VOCABULARY, (5, 1, 9))
-    generator = Generator(base_of(model))
-    generator.load_adapter("one", *named(model, lora))
-    answered = generator.generate(prompt_list, GREEDY, adapter="one")
-    assert logprob_difference(model, prompt_list, answered) < 1e-5
-    assert logprob_difference(generator.model, prompt_list, answered) > 1e-2
+    for generator_type in (EagerGenerator, GraphGenerator) if "+" in pattern else (Generator,):
+        generator = generator_type(base_of(model))
+        generator.load_adapter("one", *named(model, lora))
+        answered = generator.generate(prompt_list, GREEDY, adapter="one")
+        assert logprob_difference(model, prompt_list, answered) < 1e-5
+        assert logprob_difference(generator.model, prompt_list, answered) > 1e-2
 
 
 @BOTH
@@ -93,18 +94,6 @@ def test_routers_embedding_and_head_have_adapters_too(generator_type: type[Gener
         answered = generator.generate(prompt_list, GREEDY, adapter="one")
         assert logprob_difference(model, prompt_list, answered) < 1e-5
         assert logprob_difference(generator.model, prompt_list, answered) > 1e-4, target
-
-
-@pytest.mark.parametrize("targets", ["router,q_proj", "head", "embedding"])
-def test_router_head_and_embedding_have_adapters_too(targets: str) -> None:
-    lora = LoRA(rank=3, alpha=5.0, targets=targets)
-    model = adapted(small_config("[*E]"), lora)
-    prompt_list = prompts(VOCABULARY, (5, 1, 9))
-    generator = Generator(base_of(model))
-    generator.load_adapter("one", *named(model, lora))
-    answered = generator.generate(prompt_list, GREEDY, adapter="one")
-    assert logprob_difference(model, prompt_list, answered) < 1e-5
-    assert logprob_difference(generator.model, prompt_list, answered) > 1e-2
 
 
 @BOTH
@@ -196,13 +185,23 @@ class FakeAttention:
     def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, scores: Any) -> Tensor:
         return query * 0.5 + key.sum() + value.sum()
 
+    def attend_latents(self, name: str, inputs: Any, new: Any, decode: Any, prefill: Any) -> Tensor:
+        def attend_cache(queries: Any, keys: Tensor, values: Tensor, scores: Any) -> Tensor:
+            return queries[0] * queries[1].sum(-1, keepdim=True) + values.sum()
 
-@pytest.mark.parametrize("targets", ["all", "q_proj,v_proj,up_proj"])
+        output: Tensor = decode(inputs, new, attend_cache)
+        return output
+
+
+@pytest.mark.parametrize(
+    ("pattern", "targets"),
+    [("[*-]", "all"), ("[*-]", "q_proj,v_proj,up_proj"), ("[+-]", "all"), ("[+-]", "kv_a_proj,kv_b_proj,up_proj")],
+)
 @torch.no_grad()
-def test_fused_decoding_of_an_adapted_block_equals_the_block(targets: str) -> None:
+def test_fused_decoding_of_an_adapted_block_equals_the_block(pattern: str, targets: str) -> None:
     """The GPU path; layers of a fused projection without an adapter get one of zeros."""
-    lora = LoRA(rank=3, alpha=5.0, targets=targets, ranks={"q_proj": 5})
-    model = adapted(small_config("[*-]"), lora)
+    lora = LoRA(rank=3, alpha=5.0, targets=targets, ranks={} if "+" in pattern else {"q_proj": 5})
+    model = adapted(small_config(pattern), lora)
     generator = Generator(base_of(model))
     generator.load_adapter("one", *named(model, lora))
     for block in generator.model.blocks:

@@ -14,8 +14,7 @@ from postlude.generate.distributed import ReplicatedGenerator, SyncedGenerator
 from postlude.generate.protocol import Request
 from postlude.generate.sampling_params import SamplingParams
 from postlude.hf.builtin import BUILTIN
-from postlude.hf.load import load_model
-from postlude.hf.tokenizer import byte_tokenizer
+from postlude.hf.load import byte_tokenizer, load_model
 from postlude.lora import LoRA
 from postlude.objectives import SFT
 from tests.meshes import mesh
@@ -108,12 +107,12 @@ def late_request(group: Any) -> list[Any]:
                 completions = {(entry.request_id, entry.index): entry.completion for entry in finished}
                 return [
                     list(dict.fromkeys(ids.index(entry.request_id) for entry in finished)),
-                    [[vars(completions[request_id, index]) for index in range(2)] for request_id in ids],
+                    [[completions[request_id, index] for index in range(2)] for request_id in ids],
                 ]
 
             outcomes.append(engine.controller.on_rank0(sample))
     together = [engine.generator.generate([list(request.prompt)], request.sampling, 2) for request in requests()]
-    return [outcomes, [[vars(completion) for completion in group] for (group,) in together]]
+    return [outcomes, [group for (group,) in together]]
 
 
 def request(prompt: list[int], length: int) -> Request:
@@ -131,9 +130,9 @@ def test_a_late_request_joins_unless_the_order_is_fixed(ranks: Any, count: int) 
         (fixed_ends, fixed_completions), (ends, completions) = outcomes
         assert (fixed_ends[-1], ends[0]) == (2, 2)
         assert fixed_completions[2] == alone[2]
-        tokens = [[completion["tokens"] for completion in group] for group in alone]
+        tokens = [[completion.tokens for completion in group] for group in alone]
         for sampled in (fixed_completions, completions):
-            assert [[completion["tokens"] for completion in group] for group in sampled] == tokens
+            assert [[completion.tokens for completion in group] for group in sampled] == tokens
 
 
 def sampled_after_an_error(group: Any) -> bool:
@@ -154,3 +153,33 @@ def sampled_after_an_error(group: Any) -> bool:
 
 def test_requests_that_an_error_left_are_dropped(ranks: Any) -> None:
     assert ranks(2, sampled_after_an_error) == [False, False]
+
+
+def results_beside_cancelled_requests(group: Any) -> Any:
+    """Returns the completions of a request beside others that are cancelled, or refused, and what is left."""
+    engine = StepGenerator(fixed_order=False)
+
+    def sample() -> Any:
+        runs, kept, waits = (engine.submit(request(prompt, 12)) for prompt in PROMPTS[:3])
+        engine.cancel(waits)
+        finished = engine.poll()
+        engine.cancel(runs)
+        engine.cancel(runs)
+        refused = engine.submit(Request((10**6,), SamplingParams(), n=2))
+        while len(finished) < 3:
+            finished += engine.poll()
+        engine.cancel(kept)
+        assert engine.poll(None) == []
+        assert [entry.request_id for entry in finished] == [refused, kept, kept]
+        assert isinstance(finished[0].error, ValueError)
+        return [entry.completion.tokens for entry in finished[1:] if entry.completion is not None]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "POLL_SECONDS", 0.0)
+        sampled = engine.controller.on_rank0(sample)
+    ((*alone,),) = engine.generator.generate([PROMPTS[1]], request(PROMPTS[1], 12).sampling, 2)
+    return sampled == [completion.tokens for completion in alone], engine._session.busy
+
+
+def test_a_cancelled_or_refused_request_leaves_the_others_as_they_are(ranks: Any) -> None:
+    assert ranks(2, results_beside_cancelled_requests) == [(True, False)] * 2

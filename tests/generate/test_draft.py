@@ -30,7 +30,6 @@ from tests.generate.test_scheduler import EagerGenerator, GraphGenerator, hybrid
 from tests.model.small import small_model
 
 TRANSFORMER, HYBRID, RECURRENT = "[*-]{2}/[*-]", "[M-][G-][SE]+[*E]/[*-]", "[*-]/[M-][GE]"
-RECORDED_HYBRID = HYBRID.replace("+", "")  # latents are not in pages
 WAYS = pytest.mark.parametrize("generator_type", [EagerGenerator, GraphGenerator], ids=["eager", "recorded"])
 LENGTHS = (7, 1, 13, 2, 9)
 SAMPLINGS = {
@@ -44,7 +43,7 @@ def model(request: pytest.FixtureRequest) -> LanguageModel:
     return small_model(request.param)
 
 
-@pytest.fixture(scope="module", params=[TRANSFORMER, RECORDED_HYBRID, RECURRENT])
+@pytest.fixture(scope="module", params=[TRANSFORMER, HYBRID, RECURRENT])
 def paged_model(request: pytest.FixtureRequest) -> LanguageModel:
     return small_model(request.param)
 
@@ -125,7 +124,7 @@ def test_graph_completions_equal_those_without_drafts(
 
 
 def test_preempted_graph_completions_continue_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, preempted = small_model(RECORDED_HYBRID), []
+    model, preempted = small_model(HYBRID), []
     prompt_list = prompts(model, [PAGE_SIZE - 9] * 4 + [PAGE_SIZE + 1])
     sampling = replace(SAMPLINGS["sampled"], max_new_tokens=20)
     expected = EagerGenerator(model, record_routing=True).generate(prompt_list, sampling)
@@ -205,7 +204,7 @@ def test_completions_do_not_depend_on_the_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if generator_type is GraphGenerator and "+" in str(model.config.pattern):
-        model = small_model(RECORDED_HYBRID)
+        model = small_model(HYBRID)
     prompt_list, sampling = prompts(model), SAMPLINGS[sampling_name]
     expected = Generator(model).generate(prompt_list, sampling, n=2)
     known = {
@@ -245,7 +244,7 @@ def test_drafts_equal_the_mtp_depth_sampled_with_the_same_noise(
     generator_type: type[Generator], model: LanguageModel, sampling_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if generator_type is GraphGenerator and "+" in str(model.config.pattern):
-        model = small_model(RECORDED_HYBRID)
+        model = small_model(HYBRID)
     prompt_list, sampling = prompts(model), SAMPLINGS[sampling_name]
     logit_rows: list[Tensor] = []  # by the depth, a row for each guess
     numbers: list[tuple[int, int]] = []  # and whose it was: the answer's key, and which of its tokens
@@ -296,7 +295,7 @@ def agreeing(pattern: str, sign: float) -> LanguageModel:
         (TRANSFORMER, EagerGenerator),
         (HYBRID, EagerGenerator),
         (TRANSFORMER, GraphGenerator),
-        (RECORDED_HYBRID, GraphGenerator),
+        (HYBRID, GraphGenerator),
     ],
 )
 @pytest.mark.parametrize("sampling_name", SAMPLINGS)

@@ -14,8 +14,8 @@ from postlude.generate.generator import Generator
 from postlude.generate.probe import WeightProbe, WeightsDiffer
 from postlude.generate.sampling_params import SamplingParams
 from postlude.generate.session import Session
-from postlude.hf.tokenizer import byte_tokenizer
-from postlude.model.fp8_weights import FP8Weights, check_quantization
+from postlude.hf.load import byte_tokenizer
+from postlude.model.fp8 import FP8Weights, check_quantization
 from postlude.model.parallel import Linear
 from postlude.ops.block_fp8 import FP8Weight, round_rows
 from postlude.ops.kernels import capabilities
@@ -73,7 +73,7 @@ def test_fp8_weights_are_used_only_in_generation_after_an_update() -> None:
                 parameter.mul_(1.5)
     assert exact.generate([[1, 2, 3]], GREEDY) != before
     assert "FP8 weights other than those it was given" in rounded.fp8_weights.problem()
-    rounded.quantize_weights()
+    rounded.weights_changed()
     assert rounded.fp8_weights.problem() == ""
     assert rounded.generate([[1, 2, 3]], GREEDY) != first
 
@@ -100,7 +100,7 @@ class KeepsOldFP8(SyncedGenerator):
 
     def _copy_if_changed(self) -> None:
         if self.engine.step:
-            self.generator.quantize_weights = lambda: None
+            self.generator.weights_changed = lambda: None
         super()._copy_if_changed()
 
 
@@ -175,6 +175,6 @@ def test_unsupported_models_and_gpus_are_refused(monkeypatch: pytest.MonkeyPatch
         Generator(hybrid("+-"), quantization="fp8")
     with pytest.raises(ValueError, match="quantization='awq': give \"fp8\""):
         check_quantization("awq", dense_config, torch.device("cpu"))
-    monkeypatch.setattr("postlude.model.fp8_weights.gpu_of", lambda device: capabilities.GPUS["A100"])
+    monkeypatch.setattr("postlude.model.fp8.gpu_of", lambda device: capabilities.GPUS["A100"])
     with pytest.raises(ValueError, match=r"need compute capability 8\.9, and A100 has 8\.0\. Leave it out"):
         check_quantization("fp8", dense_config, torch.device("cuda"))

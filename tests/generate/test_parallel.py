@@ -11,7 +11,7 @@ import torch.distributed as dist
 from postlude import load_model
 from postlude.generate.generator import Generator
 from postlude.generate.sampling_params import SamplingParams
-from postlude.layout import Layout
+from postlude.layout import Layout, Stage
 from tests.meshes import mesh
 
 PROMPTS = [list(b"packed"), list(b"a"), list(b"batches have no padding"), list(b"at all"), list(b"!?")]
@@ -53,38 +53,26 @@ def test_tensor_parallel_ranks_equal_one_rank(ranks, name: str, size: int) -> No
 
 
 @pytest.mark.slow
-def test_expert_parallel_ranks_step_together(ranks) -> None:
-    """One rank has less to do, and keeps stepping for the other."""
-    prompts = [PROMPTS, PROMPTS[1:2]]
-    samplings = [SamplingParams(max_new_tokens=12, seed=1), SamplingParams(max_new_tokens=3, seed=5)]
-    by_rank = ranks(2, generated, "tiny-moe", Layout(dp_shard=2, ep=2), prompts, samplings)
-    for actual, rank_prompt, sampling in zip(by_rank, prompts, samplings, strict=True):
-        assert_same(actual, results(load_model("tiny-moe"), rank_prompt, sampling))
+def test_tensor_parallel_drafting_equals_one_rank_without_drafts(ranks) -> None:
+    sampling = SamplingParams(max_new_tokens=8, seed=1)
+    expected = results(load_model("tiny-hybrid"), PROMPTS, sampling)
+    for actual in ranks(2, generated, "tiny-hybrid", Layout(tp=2), [PROMPTS], [sampling], "mtp"):
+        assert_same(actual, expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp=2", pytest.param("dp_shard=2,ep=2", marks=pytest.mark.thorough)])
-def test_expert_parallel_drafting_equals_one_rank_without_drafts(ranks, layout: str) -> None:
-    """A rank without requests keeps drafting for the other."""
-    parsed_layout = Layout.parse(layout)
-    prompts = [PROMPTS, PROMPTS[1:2]]
-    samplings = [SamplingParams(max_new_tokens=8, seed=1), SamplingParams(max_new_tokens=3, seed=5)]
-    by_rank = ranks(2, generated, "tiny-hybrid", parsed_layout, prompts, samplings, "mtp")
-    for rank, actual in enumerate(by_rank):
-        place = rank if parsed_layout.dp_shard > 1 else 0
-        assert_same(actual, results(load_model("tiny-hybrid"), prompts[place], samplings[place]))
+def refused(group) -> list[str]:
+    """Returns why models cannot generate: a stage of a pipeline, and experts of several data-parallel ranks."""
+    stage = load_model("tiny-dense", stage=Stage(dist.get_rank(), 2))
+    experts = load_model("tiny-moe", mesh=mesh(Layout(dp_shard=2, ep=2)))
+    reasons = []
+    for model in (stage, experts):
+        with pytest.raises(ValueError, match=r"(pp|dp_shard)=1") as raised:
+            Generator(model)
+        reasons.append(str(raised.value))
+    return reasons
 
 
-def refused(group) -> str:
-    from postlude.layout import Stage
-
-    model = load_model("tiny-dense", stage=Stage(dist.get_rank(), 2))
-    try:
-        Generator(model)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_a_pipeline_is_refused(ranks) -> None:
-    assert all("Use a layout with pp=1" in sentence for sentence in ranks(2, refused))
+def test_models_of_which_a_rank_has_a_part_are_refused(ranks) -> None:
+    for stage, experts in ranks(2, refused):
+        assert "Use a layout with pp=1" in stage
+        assert "(dp_shard=2, ep=2), but each generates by itself. Use a layout with dp_shard=1" in experts

@@ -17,7 +17,7 @@ from postlude.generate.distributed import POLICY, SyncedGenerator
 from postlude.generate.probe import POSITIONS, Probe, TrainerScores, WeightProbe, WeightsDiffer, probe_tokens
 from postlude.generate.protocol import Completion
 from postlude.generate.sampling_params import SamplingParams
-from postlude.hf.tokenizer import byte_tokenizer
+from postlude.hf.load import byte_tokenizer
 from postlude.lora import LoRA
 from tests.engine.training import build, config, train
 

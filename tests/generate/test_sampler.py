@@ -67,12 +67,12 @@ def chi_square_score(counts: Tensor, probabilities: Tensor) -> float:
 def sample_many(logits: Tensor, sampling: SamplingParams, count: int) -> tuple[Tensor, Tensor, Tensor]:
     keys = [rng_key(sampling.seed, number) for number in range(count)]
     settings = SamplerSettings.of([sampling] * count, keys, len(logits), logits.device)
-    return sample(logits.expand(count, -1), settings, torch.zeros(count, dtype=torch.int64))
+    return sample(logits.expand(count, -1), settings, torch.zeros(count, dtype=torch.int64))[:3]
 
 
 def ways_and_sizes() -> list[Any]:
-    """Every sampling setting with every vocabulary. `make test` has each setting, and one with the largest."""
-    quick = [*((way, 37) for way in WAYS), ("all", 1000)]
+    """Every sampling setting with every vocabulary. `make test` has each setting with the smallest."""
+    quick = [(way, 37) for way in WAYS]
     return [
         pytest.param(
             way, vocabulary, id=f"{way}-{vocabulary}", marks=() if (way, vocabulary) in quick else pytest.mark.thorough
@@ -88,7 +88,7 @@ def test_tokens_are_sampled_from_the_distribution(way: str, vocabulary: int) -> 
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 2
     sampling = WAYS[way]
     probabilities = exact(logits, sampling)
-    tokens, logprobs, sampled = sample_many(logits, sampling, 20_000)
+    tokens, logprobs, sampled = sample_many(logits, sampling, 10_000)
     assert abs(chi_square_score(torch.bincount(tokens, minlength=vocabulary), probabilities)) < 4
     torch.testing.assert_close(sampled.double(), probabilities.log()[tokens], rtol=0, atol=1e-5)
     tempered = (logits.double() / sampling.temperature).log_softmax(-1)
@@ -100,7 +100,7 @@ def test_successive_draws_of_one_stream_are_independent() -> None:
     logits = torch.tensor([0.0, 1.0, -0.5, 0.3])
     count = 20_000
     settings = SamplerSettings.of([SamplingParams()] * count, [rng_key(7)] * count, 4, logits.device)
-    tokens, _, _ = sample(logits.expand(count, -1), settings, torch.arange(count))
+    tokens, *_ = sample(logits.expand(count, -1), settings, torch.arange(count))
     probabilities = logits.double().softmax(-1)
     assert (
         chi_square_score(
@@ -117,10 +117,10 @@ def test_rows_have_separate_settings() -> None:
     keys = [rng_key(place) for place in range(len(samplings))]
     for count in range(20):
         counts = torch.full((len(samplings),), count)
-        in_one_batch = sample(logits, SamplerSettings.of(samplings, keys, 300, logits.device), counts)
+        in_one_batch = sample(logits, SamplerSettings.of(samplings, keys, 300, logits.device), counts)[:3]
         for row, sampling in enumerate(samplings):
             settings = SamplerSettings.of([sampling], [keys[row]], 300, logits.device)
-            alone = sample(logits[row : row + 1], settings, counts[:1])
+            alone = sample(logits[row : row + 1], settings, counts[:1])[:3]
             assert in_one_batch[0][row] == alone[0][0]
             for part, expected in zip(in_one_batch[1:], alone[1:], strict=True):
                 torch.testing.assert_close(part[row], expected[0], rtol=0, atol=1e-5)
@@ -153,7 +153,7 @@ def test_rows_have_their_own_top_k() -> None:
 def test_extreme_values_give_a_token_with_finite_logprob(limits: dict) -> None:
     logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)) * 100
     settings = SamplerSettings.of([SamplingParams(**limits)] * 3, [1, 2, 3], 300, logits.device)
-    tokens, logprobs, sampled = sample(logits, settings, torch.zeros(3, dtype=torch.int64))
+    tokens, logprobs, sampled = sample(logits, settings, torch.zeros(3, dtype=torch.int64))[:3]
     assert torch.isfinite(torch.stack((logprobs, sampled))).all()
     assert ((tokens >= 0) & (tokens < 300)).all()
 
@@ -165,9 +165,9 @@ def test_nan_logits_affect_only_their_row() -> None:
     keys = list(range(len(samplings)))
     _, *spoiled = sample(
         logits, SamplerSettings.of(samplings, keys, 300, logits.device), torch.zeros(len(keys), dtype=torch.int64)
-    )
+    )[:3]
     own_settings = SamplerSettings.of(samplings[1::2], keys[1::2], 300, logits.device)
-    _, *alone = sample(logits[1::2], own_settings, torch.zeros(len(WAYS), dtype=torch.int64))
+    _, *alone = sample(logits[1::2], own_settings, torch.zeros(len(WAYS), dtype=torch.int64))[:3]
     for actual, expected in zip(spoiled, alone, strict=True):
         assert actual[::2].isnan().all()
         torch.testing.assert_close(actual[1::2], expected, rtol=0, atol=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ from postlude.model.pattern import Pattern
 from postlude.ops import decode_linear
 from postlude.ops.linear import adjacent_view
 from postlude.ops.shared_pages import SharedPages
-from tests.generate.test_generator import teacher_forced
+from tests.generate.test_generator import prompts, teacher_forced
+from tests.hf.families import CONFIGS, saved_model
 
 STOPS = tuple(range(0, 256, 9))
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", marks=pytest.mark.gpu, id="gpu")]
@@ -61,6 +63,10 @@ def hybrid(pattern: str, dtype: torch.dtype | None = None) -> LanguageModel:
     return LanguageModel(replace(config, pattern=parsed, blocks=used), dtype=dtype)
 
 
+def latent(device: str) -> LanguageModel:
+    return hybrid("[+-][+E]").to(device)
+
+
 def assert_alike(actual: list[list[Completion]], expected: list[list[Completion]]) -> None:
     for group, others in zip(actual, expected, strict=True):
         for completion, other in zip(group, others, strict=True):
@@ -77,11 +83,19 @@ def uneven(count: int, longest: int, seed: int = 0, **common) -> tuple[list[list
     return prompts, [SamplingParams(max_new_tokens=source.randrange(1, longest), **common) for _ in prompts]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_completions_of_uneven_lengths_equal_the_eager_scheduler(device: str, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("model_of", "temperature", "device"),
+    [
+        *((dense, temperature, "cpu") for temperature in (0.0, 0.8)),
+        *(pytest.param(dense, temperature, "cuda", marks=pytest.mark.gpu) for temperature in (0.0, 0.8)),
+        (latent, 0.8, "cpu"),
+    ],
+)
+def test_completions_of_uneven_lengths_equal_the_eager_scheduler(
+    device: str, model_of: Any, temperature: float
+) -> None:
     """They join and leave at any time, some end at stop tokens, and prompts, shared by two each, fill pages or not."""
-    model = dense(device)
+    model = model_of(device)
     prompts, samplings = uneven(*((4, 30) if device == "cpu" else (12, 90)), temperature=temperature, stop_tokens=STOPS)
     prompts[1] = [3] * 64
     expected = EagerGenerator(model).generate(prompts, samplings, n=2)
@@ -149,6 +163,20 @@ def test_recurrent_states_follow_their_rows(device: str) -> None:
     prompts, samplings = uneven(3, 8, seed=1, temperature=1.0)
     expected = EagerGenerator(model).generate(prompts, samplings, n=3)
     assert_alike(GraphGenerator(model, max_sequences=2).generate(prompts, samplings, n=3), expected)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("deepseek_v3-whole-queries", marks=pytest.mark.thorough)])
+def test_greedy_tokens_from_pages_of_latents_equal_transformers(name: str, device: str, tmp_path) -> None:
+    """Prompts end before, at and after the end of a page, and join while others run."""
+    hf_model, model = saved_model(CONFIGS[name](), tmp_path), load_model(tmp_path).to(device)
+    prompt_list = prompts(hf_model.config.vocab_size, (60, 1, 64, 65, 7))
+    sampling = SamplingParams(max_new_tokens=10, temperature=0.0, ignore_eos=True)
+    answered = GraphGenerator(model, max_sequences=3, context_length=128).generate(prompt_list, sampling)
+    for prompt, (completion,) in zip(prompt_list, answered, strict=True):
+        ids, common = torch.tensor([prompt]), {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        expected = hf_model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, **common)[0]
+        assert completion.tokens == expected[len(prompt) :].tolist()
 
 
 @pytest.mark.gpu
@@ -318,7 +346,7 @@ def test_steps_are_captured_on_gpu_unless_unsupported() -> None:
     generator.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
     assert generator._buffers is not None
     assert [list(recorded) for recorded in generator._buffers.graphs._graphs.values()] == [
-        [DecodeStep(8, False, False, None)]
+        [DecodeStep(8, False, False, False, None)]
     ]
     assert generator.why_no_cuda_graph() is None
     assert "float64" in str(Generator(model.double()).why_no_cuda_graph())

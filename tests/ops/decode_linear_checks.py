@@ -8,7 +8,7 @@ from torch import Tensor
 
 from postlude.ops import decode_linear
 from postlude.ops.activation import activate
-from postlude.ops.decode_linear import COUNTERS, add_low_rank, linear_add, norm_gated_linear, norm_linear
+from postlude.ops.decode_linear import COUNTERS, add_low_rank, linear_add, norm_linear
 from postlude.ops.low_rank import LowRank
 from postlude.ops.norm import Norm
 
@@ -57,7 +57,7 @@ def test_norm_linear(rows: int, width: int, features: int) -> None:
 def test_norm_gated_linear(rows: int, width: int, features: int, activation: str) -> None:
     x, norm, weight, exact = make_operands(rows, width, 2 * features, 0.0)
     gate, up = (exact @ weight.double().t()).chunk(2, -1)
-    assert_near(norm_gated_linear(x, norm, activation, weight, backend="triton"), activate(gate, activation) * up)
+    assert_near(norm_linear(x, norm, weight, activation=activation, backend="triton"), activate(gate, activation) * up)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
@@ -104,7 +104,7 @@ def test_norm_gated_linear_with_adapters(rows: int, width: int, rank: int) -> No
     x, norm, weight, exact = make_operands(rows, width, 256, 0.0)
     low_rank = adapters(rank, width, 128, 128)
     gate, up = (exact @ weight.double().t() + adapter_product(low_rank, exact)).chunk(2, -1)
-    actual = norm_gated_linear(x, norm, "silu", weight, low_rank, backend="triton")
+    actual = norm_linear(x, norm, weight, low_rank, activation="silu", backend="triton")
     assert_near(actual, activate(gate, "silu") * up)
 
 
@@ -145,7 +145,7 @@ def test_adapters_in_a_cuda_graph(rows: int) -> None:
 
     def layers(hidden: Tensor) -> Tensor:
         for _ in range(4):
-            features = norm_gated_linear(hidden, norm, "silu", weight, first, counters)
+            features = norm_linear(hidden, norm, weight, first, counters, activation="silu")
             hidden = linear_add(hidden.clone(), features, down, second, counters)
         return hidden
 

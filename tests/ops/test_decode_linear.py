@@ -3,7 +3,7 @@
 import torch
 
 from postlude.ops.activation import gated_activation
-from postlude.ops.decode_linear import linear_add, norm_gated_linear, norm_linear
+from postlude.ops.decode_linear import linear_add, norm_linear
 from postlude.ops.low_rank import LowRank
 from postlude.ops.norm import Norm, rms_norm
 from tests.equality import assert_equal
@@ -18,7 +18,7 @@ def test_fused_functions_equal_separate_operations() -> None:
     normed = rms_norm(rows, norm_weight, 1e-5, 1.0)
     assert_equal(norm_linear(rows, norm, weight), normed @ weight.t(), "normed")
     gate, up = (normed @ weight.t()).chunk(2, -1)
-    assert_equal(norm_gated_linear(rows, norm, "silu", weight), gated_activation(gate, up, "silu"), "gated")
+    assert_equal(norm_linear(rows, norm, weight, activation="silu"), gated_activation(gate, up, "silu"), "gated")
     assert_equal(linear_add(residual.clone(), rows, weight), residual + rows @ weight.t(), "added")
 
 
@@ -34,7 +34,7 @@ def test_adapters_equal_merged_weights() -> None:
     assert_equal(norm_linear(rows, norm, weight, low_rank), norm_linear(rows, norm, merged), "normed")
     half = LowRank(a, b, (3, 3))
     merged_half = weight + torch.cat([b[:3] @ a[:3], b[3:] @ a[3:]])
-    gated = norm_gated_linear(rows, norm, "silu", weight, half)
-    assert_equal(gated, norm_gated_linear(rows, norm, "silu", merged_half), "gated")
+    gated = norm_linear(rows, norm, weight, half, activation="silu")
+    assert_equal(gated, norm_linear(rows, norm, merged_half, activation="silu"), "gated")
     added = linear_add(residual.clone(), rows, weight, low_rank)
     assert_equal(added, linear_add(residual.clone(), rows, merged), "added")

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from postlude.generate.grammar import Grammar
 from postlude.generate.protocol import FinishReason, VersionSpan
-from postlude.generate.sampling_params import SamplingParams
+from postlude.generate.sampling_params import MAX_MASKED_TOP_K, SamplingParams
 from postlude.generate.text_stream import StopStrings
+
+MIN_STOPS = 8  # stop tokens of a completion that rows have room for, at least
 
 
 @dataclass(eq=False)
@@ -44,8 +50,12 @@ class CompletionState:
     sampled_logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     """The likeliest tokens at each token, if they are asked for."""
+    sampling_mask: list[array[int]] = field(default_factory=list)
+    """The tokens that could be sampled at each token, if they are asked for."""
     finish_reason: FinishReason | None = None
     stopped_by: str | None = None
+    reused_prompt_tokens: int = 0
+    """Prompt tokens that were not prefilled for it."""
     drafted: int = 0
     """Speculative tokens that were checked."""
     accepted: int = 0
@@ -58,6 +68,11 @@ class CompletionState:
     """The weights versions that its tokens were sampled with, if they have names."""
     error: Exception | None = None
     """Why it failed. Other completions continue."""
+    added: float = field(default_factory=time.monotonic)
+    began: float | None = None
+    """When it joined the running ones first."""
+    first_token: float | None = None
+    """When its first token was read."""
 
     @property
     def done(self) -> bool:
@@ -82,6 +97,10 @@ class CompletionState:
                 "wrote them."
             )
             return True
+        if self.error is not None:  # of its mask
+            return True
+        if self.first_token is None:
+            self.first_token = time.monotonic()
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.sampled_logprobs.append(sampled_logprob)
@@ -104,6 +123,16 @@ class CompletionState:
             self.finish_reason = "length"
         return self.finish_reason is not None
 
+    def add_mask(self, mask: NDArray[np.int32]) -> None:
+        """Appends the tokens that could be sampled at the next token, as `LogitRules.masks` has them."""
+        count, ids = int(mask[0]), mask[1:]
+        if count > len(ids):
+            self.error = ValueError(
+                f"a token was sampled from {count:,} tokens, but a sampling mask holds at most {len(ids):,}. Set top_k "
+                f"to at most {MAX_MASKED_TOP_K}, or do not ask for the sampling mask."
+            )
+        self.sampling_mask.append(array("i", ids[:count].tobytes()))
+
     def wait_routing(self) -> Tensor | None:
         """Returns `routing` when it has been copied, in memory that is not pinned."""
         if self.routing is None or self.routing_copied is None:
@@ -116,3 +145,8 @@ class CompletionState:
         start = self.versions[-1].end if self.versions else 0
         if start < len(self.tokens):
             self.versions.append(VersionSpan(version, start, len(self.tokens)))
+
+
+def max_stops(completions: Sequence[CompletionState]) -> int:
+    """Returns how many stop tokens of a completion rows must have room for."""
+    return max([MIN_STOPS, *(len(completion.stop_tokens) for completion in completions)])

@@ -39,6 +39,8 @@ class DecodeStep:
     """Whether a row may have top-k, top-p or min-p: see `sample_next`."""
     use_rules: bool
     """Whether a row may have `LogitRules`."""
+    use_masks: bool
+    """Whether a row may return its sampling mask."""
     tile_shape: TileShape | None
     """The shape of the tiles of rows that read shared pages together; None if every row reads its own."""
 
@@ -108,7 +110,7 @@ class DecodeGraphs:
 
     def _step(self, step: DecodeStep) -> None:
         self.cache.tile_shape = step.tile_shape
-        self.rows.use_rules = step.use_rules
+        self.rows.use_rules, self.rows.use_masks = step.use_rules, step.use_masks
         self.model_step(step.size, filtered=step.filtered)
 
 

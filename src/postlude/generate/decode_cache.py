@@ -8,15 +8,31 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from postlude.model.context import DecodeState, Inputs, RecurrentScan, RecurrentStep, States, Stores
-from postlude.ops.packing import Packing
+from postlude.ops.packing import Packing, to_device
 
 PageCopy = tuple[int, int, int]
 """Source page, target page, and the number of tokens to copy."""
+
+
+@dataclass(frozen=True)
+class PrefillSequence:
+    """A sequence to prefill, and its pages, which have the keys and values of the first `cached` tokens already."""
+
+    tokens: Sequence[int]
+    """All of them, the cached ones too."""
+    pages: Sequence[int]
+    cached: int = 0
+
+    @property
+    def new_tokens(self) -> Sequence[int]:
+        """The tokens that a forward has to run: at least one."""
+        return self.tokens[self.cached :]
 
 
 class DecodeCache(DecodeState, ABC):
@@ -31,8 +47,10 @@ class DecodeCache(DecodeState, ABC):
         self._draft_states: dict[str, list[States]] = {}  # by block, the states after each draft token
         # The current forward: see `begin_forward`.
         self._lengths = torch.empty(0, dtype=torch.int64, device=device)
-        self._tokens_per_row, self._sequence_count = 1, 0
+        self._tokens_per_row, self._sequence_count, self._padding = 1, 0, 0
         self._prefill: Packing | None = None
+        self._prefill_keys: Packing | None = None
+        self.recurrent = False  # whether a block keeps states, which are those after the newest token alone
         self.choices: dict[str, Tensor] | None = None  # by block, experts chosen in the last forward, if recorded
 
     @property
@@ -45,22 +63,35 @@ class DecodeCache(DecodeState, ABC):
         self,
         lengths: Tensor,
         tokens_per_row: int = 1,
-        prefill: Packing | None = None,
-        pages: Sequence[Sequence[int]] = (),
+        sequences: Sequence[PrefillSequence] = (),
         padding: int = 0,
-    ) -> None:
-        """Sets up a forward of the newest `tokens_per_row` tokens of the first n rows, then of whole sequences.
+    ) -> tuple[Packing, Tensor] | None:
+        """Sets up a forward of the newest `tokens_per_row` tokens of the first n rows, then of `sequences`.
 
-        `lengths` [n] int64 are the rows' numbers of tokens including these, 0 in idle rows. `prefill` is the packing of
-        the sequences. `pages` lists the pages of each. Its last `padding` tokens, a separate sequence, are not stored.
+        `lengths` [n] int64 are the rows' numbers of tokens including these, 0 in idle rows. After the sequences come
+        `padding` tokens, a separate sequence, which is not stored. Returns the packing of the sequences' new tokens and
+        of the padding, and their positions [T] int64; None without either.
         """
-        self._lengths, self._tokens_per_row, self._prefill = lengths, tokens_per_row, prefill
-        self._sequence_count = len(pages)
-        self._set_slots(pages, padding)
+        self._lengths, self._tokens_per_row = lengths, tokens_per_row
+        self._sequence_count, self._padding = len(sequences), padding
+        self._prefill = self._prefill_keys = None
+        if not sequences and not padding:
+            self._set_slots(sequences, lengths[:0])
+            return None
+        cached = [sequence.cached for sequence in sequences] + ([0] if padding else [])
+        counts = [len(sequence.new_tokens) for sequence in sequences] + ([padding] if padding else [])
+        self._prefill = self._prefill_keys = prefill = Packing.from_lengths(counts, self.device)
+        positions = prefill.positions()
+        if any(cached):
+            keys = [before + count for before, count in zip(cached, counts, strict=True)]
+            self._prefill_keys = Packing.from_lengths(keys, self.device)
+            positions = positions + to_device(torch.tensor(cached), self.device)[prefill.sequence_index()]
+        self._set_slots(sequences, positions)
+        return prefill, positions
 
     @abstractmethod
-    def _set_slots(self, pages: Sequence[Sequence[int]], padding: int) -> None:
-        """Sets where the stores take the tokens of the current forward. See `begin_forward`."""
+    def _set_slots(self, sequences: Sequence[PrefillSequence], positions: Tensor) -> None:
+        """Sets where the stores take the tokens of the current forward. `positions` are those of the new tokens."""
 
     def record_routing(self, name: str, choice: Tensor) -> None:
         """See `DecodeState.record_routing`."""
@@ -119,6 +150,8 @@ class DecodeCache(DecodeState, ABC):
         if decoded:
             outputs.append(self._recur_rows(name, tuple(part[:decoded] for part in inputs), step))
         if self._prefill is not None:
+            assert self._prefill_keys is self._prefill, "states have no earlier tokens to continue from"
+            self.recurrent = True
             output, states = scan(tuple(part[decoded:] for part in inputs), self._prefill)
             outputs.append(output)
             self.set_prefill_states(name, tuple(state[: self._sequence_count] for state in states))
@@ -128,16 +161,17 @@ class DecodeCache(DecodeState, ABC):
         """Runs the tokens of each row in order, [n · tokens_per_row, ...]. Keeps the states after the first token."""
         tokens_per_row = self._tokens_per_row
         by_row = tuple(part.unflatten(0, (-1, tokens_per_row)) for part in inputs)
-        outputs, after = [], []
+        outputs, running = [], self._running_rows()
+        later: list[States] = []
         states = tuple(state[: len(by_row[0])] for state in self._states[name])
         for index in range(tokens_per_row):
-            output, states = step(tuple(part[:, index] for part in by_row), states)
-            outputs.append(output)
-            after.append(states)
-        self.set_states(name, after[0], self._running_rows())
+            if index:
+                states = tuple(state.clone() for state in states)
+                later.append(states)
+            outputs.append(step(tuple(part[:, index] for part in by_row), states, running))
         if tokens_per_row == 1:
             return outputs[0]
-        self._draft_states[name] = after[1:]
+        self._draft_states[name] = later
         return torch.stack(outputs, 1).flatten(0, 1)
 
     def _running_rows(self) -> Tensor | None:
@@ -172,12 +206,12 @@ class DecodeCache(DecodeState, ABC):
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """Copies stores from pages to pages."""
 
-    def save(self, pages: Sequence[int], length: int) -> Mapping[str, Stores]:
-        """Returns the stores of a prompt by block, if its pages do not keep them for later completions; else {}."""
+    def save(self, pages: Sequence[int], stop: int, start: int = 0) -> Mapping[str, Stores]:
+        """Returns the stores of a sequence's tokens by block, if its pages do not keep them for others; else {}."""
         return {}
 
-    def restore(self, rows: Sequence[int], saved: Mapping[str, Stores]) -> None:
-        """Writes what `save` returned to these rows."""
+    def restore(self, rows: Sequence[int], saved: Sequence[Mapping[str, Stores]]) -> None:
+        """Writes what `save` returned for the first tokens of a sequence, in parts, to these rows."""
 
     def clear(self, row: int) -> None:
         """Removes NaNs from a row."""

@@ -44,9 +44,11 @@ class DecodeRows:
         self.results = torch.zeros(tokens_per_step, size, 3, dtype=torch.float64, device=device)
         self.all = torch.arange(size, device=device)
         self.rules: LogitRules | None = None
-        """Of rows that have any; made for the first."""
+        """The rules of all rows; made when a row first has some."""
         self.use_rules = False
         """Whether the next step applies them: it is captured with them or without."""
+        self.use_masks = False
+        """Whether the next step also records which tokens could be sampled, if it is filtered."""
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copies rows `sources` to rows `targets`, both [m] int64. The sources become idle."""
@@ -63,7 +65,7 @@ class DecodeRows:
     def scratch(self) -> DecodeRows:
         """Returns the same rows with copies of `numbers` and `results`, to sample drafts: without rules."""
         rows = copy.copy(self)
-        rows.use_rules = False
+        rows.use_rules = rows.use_masks = False
         rows.numbers, rows.results = self.numbers.clone(), self.results.clone()
         return rows
 
@@ -129,7 +131,8 @@ def _sample_next(
         from postlude.ops.kernels import sample as kernels  # needs triton
 
         logits = logits if logits.stride(-1) == 1 else logits.contiguous()  # tensor-parallel ranks gather columns
-        kernels.sample_next(logits, indices, rows.numbers, rows.settings, rows.stops, results, filtered)
+        threshold = kernels.sample_next(logits, indices, rows.numbers, rows.settings, rows.stops, results, filtered)
+        _record_mask(logits, indices, rows, token_index, threshold)
         _score_invariantly(logits, indices, rows, results)
         return
     if settings is None:
@@ -138,10 +141,11 @@ def _sample_next(
         indices, logits = indices[running], logits[running]
         settings = rows.sampler_settings(indices, logits.shape[1], filtered=filtered)
     _, length, count, limit, *_ = rows.numbers[:, indices]
-    tokens, *logprobs = sample(logits, settings, count)
+    tokens, *logprobs, threshold = sample(logits, settings, count)
     results[indices] = torch.stack([column.double() for column in (tokens, *logprobs)], 1)
     ended = (count + 1 >= limit) | (rows.stops[:, indices] == tokens).any(0)
     rows.numbers[:3, indices] = torch.stack((tokens, torch.where(ended, 0, length + 1), count + 1))
+    _record_mask(logits, indices, rows, token_index, threshold)
     _score_invariantly(logits, indices, rows, results)
 
 
@@ -175,6 +179,14 @@ def sample_after_drafts(
     previous.copy_(torch.where(has_second, first, previous))
     unread.copy_(torch.where(running, 1 + has_second.long(), unread))
     return running.long() + accepted.long()
+
+
+def _record_mask(logits: Tensor, indices: Tensor, rows: DecodeRows, token_index: int, threshold: Tensor | None) -> None:
+    """Records which tokens of `logits` [n, vocab] could be sampled: those of at least the `threshold` [n]."""
+    if rows.use_masks and rows.rules is not None and threshold is not None:
+        temperature = rows.settings[TEMPERATURE, indices, None]
+        scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)
+        rows.rules.record_mask(scaled, indices, threshold, token_index)
 
 
 def _score_invariantly(logits: Tensor, indices: Tensor, rows: DecodeRows, results: Tensor) -> None:

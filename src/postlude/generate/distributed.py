@@ -12,9 +12,11 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
+from postlude.checks import USER_ERRORS
 from postlude.data.chat_tokenizer import AnyTokenizer
 from postlude.engine import Engine
 from postlude.engine.base_weights import adapter_matrices, copy_base
+from postlude.generate.draft_switch import DraftSwitch
 from postlude.generate.generator import Generator
 from postlude.generate.probe import Probe, ProbeResult, WeightProbe, WeightsDiffer
 from postlude.generate.protocol import AsyncRolloutEngine, Completion, FinishedCompletion, Request
@@ -22,7 +24,7 @@ from postlude.generate.sampling_params import SamplingParams, sampling_per_promp
 from postlude.generate.session import Session
 from postlude.hf.read_model import end_tokens
 from postlude.model import LanguageModel
-from postlude.world.agreement import Rank0Controller, gather_and_decide
+from postlude.world.agreement import Rank0Controller, gather_and_decide, on_rank0
 
 FP8_LIMIT = 0.5
 """The largest log-prob difference in FP8, in nats: four units of e4m3's precision. Whether the weights are right
@@ -39,6 +41,12 @@ class DistributedEngine(AsyncRolloutEngine, Protocol):
 
     def sync_weights(self) -> None:
         """Loads the newest weights. Every rank calls it before completions are requested."""
+
+    def wake(self) -> None:
+        """Takes memory that the trainer has freed. Every rank calls it after `sync_weights`."""
+
+    def sleep(self) -> None:
+        """Gives the memory back to the trainer. Every rank calls it."""
 
     def check_health(self) -> None:
         """Checks that generation can continue. Rank 0 calls it repeatedly while it waits for completions."""
@@ -65,22 +73,40 @@ class ReplicatedGenerator:
         self.adapter: str | None = None
         """The generator's adapter that all completions are sampled with."""
         self.controller: Rank0Controller[_RequestsByRank, list[FinishedCompletion]] = Rank0Controller(self._sample)
+        self.draft_switch: DraftSwitch | None = None
+        """Turns drafting off while it does not pay; None where that would change the bits of repeatable results."""
+        if self.generator.drafting and (model.batch_invariant or not self.fixed_order):
+            self.draft_switch = DraftSwitch()
         self._session = Session(self.generator, grows=False)
         self._request_ids: dict[int, int] = {}  # by id in this rank's session
         self._next_id = itertools.count()
         self._submitted: dict[int, Request] = {}  # on rank 0; no rank has them yet
+        self._cancelled: list[int] = []  # on rank 0; no rank knows it yet
         self._unfinished: dict[int, tuple[int, int]] = {}  # on rank 0; the rank and the number of completions
 
     def sync_weights(self) -> None:
-        """Does nothing to the weights, which do not change. Requests that an error left unfinished are dropped."""
+        """Does nothing to the weights, which do not change. Requests that an error left unfinished are dropped.
+
+        Cached prefixes too, so that the bits of completions do not depend on what was sampled before a run resumed.
+        """
         self._drop_requests()
+        self.generator.forget_prefixes()
+        if self.draft_switch is not None:  # by rank 0's measurements
+            self.generator.set_drafting(on_rank0(self.draft_switch.next_round, self.controller.group))
+
+    def wake(self) -> None:
+        """Does nothing: `generate` takes memory when it is called."""
+
+    def sleep(self) -> None:
+        """Does nothing: what a large call needs is freed at its end."""
 
     def check_health(self) -> None:
         """Does nothing."""
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns {}: it has no metrics."""
-        return {}
+        """Returns how much faster drafts are than no drafts, where `draft_switch` has measured it."""
+        speedup = None if self.draft_switch is None else self.draft_switch.speedup
+        return {} if speedup is None else {"draft_speedup": speedup}
 
     def close(self) -> None:
         """Frees the KV cache."""
@@ -125,15 +151,25 @@ class ReplicatedGenerator:
                 finished += results
             for result in finished:
                 rank, count = self._unfinished.pop(result.request_id)
-                if count > 1:
+                if count > 1 and result.completion is not None:  # of a request that fails, there is one result
                     self._unfinished[result.request_id] = rank, count - 1
             if timeout is not None:
                 break
         return finished
 
+    def cancel(self, request_id: int) -> None:
+        """Ends a request with the next `poll`."""
+        if self._submitted.pop(request_id, None) is None and request_id in self._unfinished:
+            self._cancelled.append(request_id)
+
     def _divide_requests(self) -> _RequestsByRank:
         """Returns the requests to begin. Each goes to the rank with the fewest unfinished completions."""
         by_rank: _RequestsByRank = [{} for _ in range(dist.get_world_size())]
+        for request_id in self._cancelled:
+            if request_id in self._unfinished:
+                rank, _ = self._unfinished.pop(request_id)
+                by_rank[rank][request_id] = None
+        self._cancelled = []
         if self.fixed_order and self._unfinished:
             return by_rank
         counts = Counter(dict.fromkeys(range(len(by_rank)), 0))
@@ -150,16 +186,33 @@ class ReplicatedGenerator:
     def _sample(self, requests: _RequestsByRank) -> list[FinishedCompletion]:
         """Begins this rank's requests, and samples for a while. Returns the completions that finished."""
         self._prepare()
-        end, finished = time.monotonic() + POLL_SECONDS, list[FinishedCompletion]()
+        start, finished = time.monotonic(), list[FinishedCompletion]()
+        refused: list[FinishedCompletion] = []
         for request_id, request in requests[dist.get_rank()].items():
-            self._request_ids[self._session.add(replace(request, adapter=self.adapter))] = request_id
+            if request is None:
+                self._abort(request_id)
+                continue
+            try:
+                self._request_ids[self._session.add(replace(request, adapter=self.adapter))] = request_id
+            except USER_ERRORS as error:
+                refused.append(FinishedCompletion(request_id, 0, None, error))
+        unfinished, tokens = self._session.count_unfinished()
         while self._session.busy:
             finished += self._session.step()
-            if time.monotonic() >= end:
+            if time.monotonic() >= start + POLL_SECONDS:
                 break
+        if self.draft_switch is not None and unfinished:
+            ended = [result.completion.tokens for result in finished if result.completion is not None]
+            sampled = self._session.count_unfinished()[1] + sum(map(len, ended)) - tokens
+            self.draft_switch.add(unfinished, sampled, time.monotonic() - start)
         if not self._session.busy:
             self.generator.release(only_if_large=True)
-        return [replace(result, request_id=self._request_ids[result.request_id]) for result in finished]
+        return refused + [replace(result, request_id=self._request_ids[result.request_id]) for result in finished]
+
+    def _abort(self, request_id: int) -> None:
+        """Ends a request of this rank."""
+        for session_id in [key for key, value in self._request_ids.items() if value == request_id]:
+            self._session.abort(session_id)
 
     def _prepare(self) -> None:
         """Gets ready to sample, on every rank."""
@@ -167,10 +220,11 @@ class ReplicatedGenerator:
     def _drop_requests(self) -> None:
         if self._session.busy:
             self._session = Session(self.generator, grows=False)
-        self._request_ids, self._submitted, self._unfinished = {}, {}, {}
+        self._request_ids, self._submitted, self._unfinished, self._cancelled = {}, {}, {}, []
 
 
-_RequestsByRank: TypeAlias = list[dict[int, Request]]
+_RequestsByRank: TypeAlias = list[dict[int, Request | None]]
+"""Requests to begin, by their ids; None for one to end."""
 
 
 def interleave(by_rank: Sequence[Sequence[Item]], count: int) -> list[Item]:
@@ -217,7 +271,7 @@ class SyncedGenerator(ReplicatedGenerator):
     def _copy_if_changed(self) -> None:
         if (self.copied_step, self._copied_adapter) != (self.engine.step, self.engine.adapters.active):
             self._copy()
-            self.generator.quantize_weights()
+            self.generator.weights_changed()
             self.copied_step, self._copied_adapter = self.engine.step, self.engine.adapters.active
             self._pending_probe = None if self.probe is None else self.probe.score()
 
@@ -234,9 +288,10 @@ class SyncedGenerator(ReplicatedGenerator):
         self.adapter = POLICY
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the log-prob differences of the last comparison."""
+        """Returns the log-prob differences of the last comparison too."""
         differences = {"sync/logprob_diff": self.logprob_diff, "sync/fp8_logprob_diff": self.fp8_logprob_diff}
-        return {name: difference for name, difference in differences.items() if difference is not None}
+        known = {name: difference for name, difference in differences.items() if difference is not None}
+        return super().take_metrics() | known
 
     def _prepare(self) -> None:
         """Copies the engine's weights, if they changed, and compares those that were copied."""

@@ -11,13 +11,14 @@ All that a step reads and writes is on the device, so a CUDA graph can replay it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from postlude.data import Microbatch
-from postlude.generate.decode_cache import DecodeCache
+from postlude.generate.decode_cache import DecodeCache, PrefillSequence
 from postlude.generate.decode_rows import LENGTH, PREVIOUS, TOKEN, UNREAD, DecodeRows, sample_next
 from postlude.generate.forward import logits_at
 from postlude.generate.sampler import SamplerSettings
@@ -25,7 +26,7 @@ from postlude.model import LanguageModel, OutputInputs
 
 HIDDEN = "drafter"  # name in the cache of the hidden states that the depth has not read yet, [rows, 2, H]
 TOKENS_PER_STEP = 2  # of a row: its newest token and the draft, and at most as many are sampled
-BeginPrefill = Callable[[Sequence[Sequence[int]]], Microbatch]
+BeginPrefill = Callable[[Sequence[PrefillSequence]], Microbatch]
 
 
 class Drafter:
@@ -60,7 +61,7 @@ class Drafter:
 
         The microbatch has their `unread_tokens`. `filtered` and `settings` are those of `sample_next`.
         """
-        hidden = self.cache.states(HIDDEN)[0][:count].flatten(0, 1) if count else self._no_hidden()
+        hidden = self.cache.states(HIDDEN)[0][:count].flatten(0, 1)
         depth, indices = self._run_depth(hidden, microbatch), self.rows.all[:count]
         unread = self.rows.numbers[UNREAD, :count]
         logits, _ = logits_at(depth, 2 * indices + (unread - 1).clamp_min(0))
@@ -74,23 +75,24 @@ class Drafter:
         by_row = hidden.unflatten(0, (-1, TOKENS_PER_STEP))
         self.cache.set_states(HIDDEN, (by_row,), self.rows.numbers[LENGTH, : len(by_row)] > 0)
 
-    def prefill(self, hidden: Tensor, sequences: Sequence[Sequence[int]], begin: BeginPrefill) -> None:
-        """Prefills the depth with the model's hidden states of whole sequences, [T, H].
+    def prefill(self, hidden: Tensor, sequences: Sequence[PrefillSequence], begin: BeginPrefill) -> None:
+        """Prefills the depth with the model's hidden states of the new tokens of sequences, [T, H].
 
         `begin` sets up the cache for a forward of sequences that start where these do, and returns its microbatch.
         """
         read: list[int] = []  # indices of hidden states that have a token after them
         last: list[int] = []
-        following: list[Sequence[int]] = []
+        following: list[PrefillSequence] = []
         start = 0
-        for tokens in sequences:
+        for sequence in sequences:
+            new = len(sequence.new_tokens)
             # After a single token the depth reads a placeholder, whose states are reset below.
-            following.append(tokens[1:] or [0])
-            read += range(start, start + len(following[-1]))
-            start += len(tokens)
+            following.append(replace(sequence, tokens=[*sequence.tokens[1:], *([0] if new == 1 else [])]))
+            read += range(start, start + max(new - 1, 1))
+            start += new
             last.append(start - 1)
         self._run_depth(hidden[self._integers(read)], begin(following))
-        single = [index for index, tokens in enumerate(sequences) if len(tokens) == 1]
+        single = [index for index, sequence in enumerate(sequences) if len(sequence.new_tokens) == 1]
         self.cache.reset_prefill_states(
             single, [block.name for layer in self.model.mtp.layers for block in layer.blocks]
         )
@@ -101,10 +103,6 @@ class Drafter:
         """Runs the depth on the model's hidden states [m, H]. The microbatch has the token after each."""
         hidden = F.pad(hidden, (0, 0, 0, len(microbatch) - len(hidden)))
         return self.model.draft(hidden[slice(*self.model.mesh.tp.block(len(hidden)))], microbatch, self.cache)
-
-    def _no_hidden(self) -> Tensor:
-        weight = self.model.embedding.weight
-        return torch.empty(0, weight.shape[1], dtype=weight.dtype, device=self.device)
 
     def _integers(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

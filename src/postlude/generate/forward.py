@@ -12,7 +12,7 @@ from torch import Tensor
 
 from postlude.data import pack, unpack
 from postlude.data.microbatch import IGNORE, Microbatch
-from postlude.generate.decode_cache import DecodeCache
+from postlude.generate.decode_cache import DecodeCache, PrefillSequence
 from postlude.model import LanguageModel, OutputInputs
 from postlude.ops.decode_attention import consecutive_positions
 from postlude.ops.packing import Packing, to_device
@@ -41,10 +41,10 @@ def microbatch_of(tokens: Tensor, packing: Packing, positions: Tensor, padding: 
 
 
 class Microbatches:
-    """Microbatches of the next tokens of rows, followed by whole sequences. Each call sets up the cache for them.
+    """Microbatches of the next tokens of rows, followed by sequences. Each call sets up the cache for them.
 
-    They are padded at the end to a multiple of the tensor-parallel ranks, and to at least one token. For the next
-    tokens alone, the parts that depend only on the shape are built once.
+    They are padded at the end to a multiple of the tensor-parallel ranks. For the next tokens alone, the parts that
+    depend only on the shape are built once.
     """
 
     def __init__(self, cache: DecodeCache, tp: int) -> None:
@@ -56,31 +56,28 @@ class Microbatches:
         self,
         tokens: Tensor,
         lengths: Tensor,
-        sequences: Sequence[Sequence[int]] = (),
-        pages: Sequence[Sequence[int]] = (),
+        sequences: Sequence[PrefillSequence] = (),
     ) -> Microbatch:
-        """Returns tokens [n, tokens_per_row] of the first n rows, then the sequences, whose keys go to these pages.
+        """Returns tokens [n, tokens_per_row] of the first n rows, then the new tokens of the sequences.
 
         `lengths` [n] int64 are the rows' numbers of tokens including these, 0 in idle rows.
         """
         device, (count, tokens_per_row) = self.cache.device, tokens.shape
         positions = consecutive_positions((lengths - tokens_per_row).clamp_min(0), tokens_per_row)
-        prefilled = [token for sequence in sequences for token in sequence]
-        total = tokens.numel() + len(prefilled)
-        padding = -total % self.tp if total else self.tp
+        prefilled = [token for sequence in sequences for token in sequence.new_tokens]
+        padding = -(tokens.numel() + len(prefilled)) % self.tp
         tokens = tokens.flatten()
-        if not prefilled and not padding:
-            self.cache.begin_forward(lengths, tokens_per_row)
+        prefill = self.cache.begin_forward(lengths, tokens_per_row, sequences, padding)
+        if prefill is None:
             if (count, tokens_per_row) not in self._by_shape:
                 packing = Packing.from_lengths([tokens_per_row] * count, device)
                 self._by_shape[count, tokens_per_row] = microbatch_of(tokens, packing, positions)
             return replace(self._by_shape[count, tokens_per_row], tokens=tokens, positions=positions)
-        prefill_lengths = [len(sequence) for sequence in sequences] + ([padding] if padding else [])
-        prefill = Packing.from_lengths(prefill_lengths, device)
-        self.cache.begin_forward(lengths, tokens_per_row, prefill, pages, padding)
-        packing = Packing.from_lengths([tokens_per_row] * count + prefill_lengths, device) if count else prefill
+        packing, prefill_positions = prefill
+        if count:
+            packing = Packing.from_lengths([*[tokens_per_row] * count, *packing.lengths], device)
         new = to_device(torch.tensor(prefilled + [0] * padding, dtype=torch.int64), device)
-        return microbatch_of(torch.cat((tokens, new)), packing, torch.cat((positions, prefill.positions())), padding)
+        return microbatch_of(torch.cat((tokens, new)), packing, torch.cat((positions, prefill_positions)), padding)
 
 
 def all_logits_and_hidden(inputs: OutputInputs, context: None) -> tuple[Tensor, Tensor]:

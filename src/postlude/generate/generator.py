@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import get_args
 
 import torch
-import torch.distributed as dist
 
 from postlude.checks import check_choice
 from postlude.data.chat_tokenizer import AnyTokenizer
@@ -23,8 +22,10 @@ from postlude.generate.counter_rng import rng_key
 from postlude.generate.cuda_graphs import why_no_cuda_graph
 from postlude.generate.eager_scheduler import EagerScheduler
 from postlude.generate.grammar import Grammars
-from postlude.generate.graph_scheduler import DecodeCapacity, GraphBuffers, GraphScheduler
+from postlude.generate.graph_scheduler import DecodeCapacity, GraphBuffers, GraphScheduler, is_small
 from postlude.generate.model_step import check_routing_record
+from postlude.generate.pages import ROW_PAGE_SIZE, SavedPage
+from postlude.generate.prefix_cache import PrefixCache
 from postlude.generate.protocol import Completion
 from postlude.generate.sampling_params import SamplingParams, sampling_per_prompt
 from postlude.generate.scheduler import Scheduler
@@ -34,11 +35,12 @@ from postlude.hf.read_model import end_tokens
 from postlude.lora import AdapterConfig
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.batch_invariant import check_batch_invariant
-from postlude.model.fp8_weights import FP8Weights, check_quantization
+from postlude.model.fp8 import FP8Weights, check_quantization
 from postlude.model.parallel import is_dtensor
 from postlude.ops.batch_invariant import batch_invariant
 from postlude.ops.kernels.capabilities import gpu_of, why_not
 from postlude.ops.linear import blas_fp32_matmul
+from postlude.ops.paged_attention import PAGE_SIZE
 from postlude.options import Draft, KVCacheDtype, Quantization
 
 log = logging.getLogger(__name__)
@@ -60,8 +62,12 @@ class Generator:
     kv_cache_dtype: "fp8" stores keys and values in FP8, so that the same memory holds more tokens (`cache_tokens`), see
         `check_kv_cache_dtype`. Where steps are not captured as CUDA graphs they are only rounded, and no memory is
         saved.
-    quantization: "fp8" multiplies by copies of the weights in FP8: see `model.fp8_weights`. `quantize_weights` makes
+    quantization: "fp8" multiplies by copies of the weights in FP8: see `model.fp8.FP8Weights`. `weights_changed` makes
         them again after the model's weights have changed.
+    prefix_cache: keys and values of a sequence are kept, while there is room, for prompts that begin with the same
+        tokens, such as the next turn of a conversation, which prefill only the rest. `generate` begins without any,
+        since weights may change between its calls; a `Session` keeps them until `weights_changed`. Models with
+        recurrent blocks keep none, since only their newest states exist.
 
     On a GPU, decode steps are captured as CUDA graphs and replayed, with drafts too, if all blocks are `cuda_graphable`
     and the rank has the whole model. The cache and the graphs are kept for the next call; see `release`.
@@ -70,7 +76,7 @@ class Generator:
     unmerged: the model's weights do not change.
 
     Under tensor parallelism every rank makes the same call and gets the same completions. Under data parallelism each
-    rank has its own prompts. If ranks share weights, each takes part in the steps of the others, so all must call.
+    rank has its own prompts and all weights: a `SyncedGenerator` copies them from an engine in any layout.
     """
 
     def __init__(
@@ -87,6 +93,7 @@ class Generator:
         record_routing: bool = False,
         kv_cache_dtype: KVCacheDtype = "auto",
         quantization: Quantization | None = None,
+        prefix_cache: bool = True,
     ) -> None:
         for name, value in (
             ("max_batch_tokens", max_batch_tokens),
@@ -100,6 +107,13 @@ class Generator:
             raise ValueError(
                 f"the model is stage {model.stage.index} of {model.stage.count}, but a generator needs all of it on "
                 "every rank. Use a layout with pp=1."
+            )
+        layout = model.layout
+        if layout.dp_shard > 1 or layout.ep > layout.tp * layout.cp:
+            raise ValueError(
+                f"data-parallel ranks share the model's weights (dp_shard={layout.dp_shard}, ep={layout.ep}), but each "
+                "generates by itself. Use a layout with dp_shard=1 and ep of at most tp, or a SyncedGenerator, which "
+                "copies the weights to every rank."
             )
         for block in model.blocks:
             if not block.supports_decoding:
@@ -125,7 +139,7 @@ class Generator:
         self.model = model
         self.tokenizer = tokenizer
         self.fp8_kv = kv_cache_dtype == "fp8"
-        self.draft = draft
+        self.drafting = draft is not None
         self.record_routing = record_routing
         self.max_batch_tokens = max_batch_tokens
         self.context_length = model_context_length(model.config) if context_length is None else context_length
@@ -139,6 +153,10 @@ class Generator:
         if self.fp8_kv and model.embedding.weight.is_cuda and (reason := self.why_no_cuda_graph()) is not None:
             log.warning('kv_cache_dtype="fp8" rounds keys and values here but saves no memory: %s.', reason)
         self._buffers: GraphBuffers | None = None
+        self.prefix_cache = prefix_cache
+        # On a GPU each copy is a kernel that the host launches, so there are fewer of them.
+        page_size = PAGE_SIZE if model.embedding.weight.is_cuda else ROW_PAGE_SIZE
+        self._saved_prefixes: PrefixCache[SavedPage] = PrefixCache(page_size, lookahead=int(draft is not None))
 
     def load_adapter(self, name: str, configs: Mapping[str, AdapterConfig], pairs: MatrixPairs) -> None:
         """Loads a LoRA adapter, or replaces the one of this name: see `NamedAdapters.load`.
@@ -148,15 +166,31 @@ class Generator:
         if self.model.batch_invariant:
             raise ValueError(f"adapter {name!r} cannot be loaded: a batch_invariant model has no LoRA.")
         self.adapters.load(name, configs, pairs)
+        self.forget_prefixes(name)
 
-    def quantize_weights(self) -> None:
-        """Makes FP8 copies of the current weights if `quantization` is set. Call it when the weights have changed."""
+    def weights_changed(self) -> None:
+        """Forgets cached prefixes, and makes FP8 copies if `quantization` is set. Call it when weights have changed."""
+        self.forget_prefixes()
         if self.fp8_weights is not None:
             self.fp8_weights.write()
             self._has_fp8_weights = True
 
+    def forget_prefixes(self, *adapters: str | None) -> None:
+        """Forgets what is cached for later prompts with these adapters; without any, everything."""
+        self._saved_prefixes.forget(*adapters)
+        if self._buffers is not None:
+            self._buffers.pool.forget_prefixes(*adapters)
+
+    def set_drafting(self, drafting: bool) -> None:
+        """Turns drafting of a generator with `draft` off, or on again, between calls."""
+        if drafting != self.drafting:
+            self.drafting = drafting
+            self.forget_prefixes()  # the keys and values of a draft depth are cached only while it drafts
+
     def remove_adapter(self, name: str) -> None:
+        """Removes an adapter. Its name is free then."""
         self.adapters.remove(name)
+        self.forget_prefixes(name)
 
     def generate(
         self,
@@ -190,6 +224,7 @@ class Generator:
             for index, (tokens, params) in enumerate(zip(prompts, samplings, strict=True))
         ]
         completions = [completion for group in groups for completion in group]
+        self.forget_prefixes()
         try:
             with self.generation_mode(adapter):
                 self._scheduler(completions, DecodeCapacity.of).finish()
@@ -220,8 +255,8 @@ class Generator:
         """
         self.adapters.activate(adapter)
         dtype, invariant = self.model.embedding.weight.dtype, batch_invariant(self.model.batch_invariant)
-        if not self._has_fp8_weights:
-            self.quantize_weights()
+        if self.fp8_weights is not None and not self._has_fp8_weights:
+            self.weights_changed()
         attached = contextlib.nullcontext() if self.fp8_weights is None else self.fp8_weights.attached()
         with torch.no_grad(), _eval_mode(self.model), blas_fp32_matmul(dtype), invariant, attached:
             yield
@@ -259,12 +294,18 @@ class Generator:
         return self.max_batch_tokens * (self.model.embedding.weight.element_size() if self.fp8_kv else 1)
 
     def release(self, *, only_if_large: bool = False) -> None:
-        """Frees what is kept for the next call: on a GPU the KV cache and the CUDA graphs.
+        """Frees what is kept for the next call: cached prefixes, and on a GPU the KV cache and the CUDA graphs.
 
-        With `only_if_large`, only a cache of more than an eighth of the device's memory is freed.
+        With `only_if_large`, only what takes more than an eighth of the device's memory is freed.
         """
         if self._buffers is not None and not (only_if_large and self._buffers.is_small):
             self._buffers = None
+        if not (only_if_large and self._saved_are_small):
+            self._saved_prefixes.forget()
+
+    @property
+    def _saved_are_small(self) -> bool:
+        return is_small(sum(page.size_in_bytes for page in self._saved_prefixes), self.model.embedding.weight.device)
 
     def _scheduler(self, completions: Sequence[CompletionState], capacity_of: CapacityOf) -> Scheduler:
         if not completions or self._fp8_disabled or self.why_no_cuda_graph() is not None:
@@ -274,22 +315,25 @@ class Generator:
                 max_batch_tokens=self.max_batch_tokens,
                 max_sequences=self.max_sequences,
                 max_prefill_tokens=self.max_prefill_tokens,
-                draft=self.draft is not None,
+                draft=self.drafting,
                 record_routing=self.record_routing,
                 fp8_kv=self.fp8_kv,
-                group=_lockstep_group(self.model),
+                prefixes=self._saved_prefixes if self.prefix_cache and not self._fp8_disabled else None,
             )
         capacity = capacity_of(completions, self.cache_tokens, self.max_sequences)
-        if self._buffers is None or not self._buffers.fit(capacity, record_routing=self.record_routing):
+        if self._buffers is None or not self._buffers.fit(
+            capacity, draft=self.drafting, record_routing=self.record_routing
+        ):
             self.release()
             self._buffers = GraphBuffers.of(
                 self.model,
                 self.adapters,
                 capacity,
                 self.model.embedding.weight.device,
-                draft=self.draft is not None,
+                draft=self.drafting,
                 record_routing=self.record_routing,
                 fp8_kv=self.fp8_kv,
+                keep_prefixes=self.prefix_cache,
             )
         return GraphScheduler(
             self._buffers,
@@ -309,7 +353,7 @@ class Generator:
         first_index: int = 0,
         adapter: str | None = None,
     ) -> list[CompletionState]:
-        """Returns `n` new completions of a prompt, from `first_index` on. `name` is the prompt's in a ValueError."""
+        """Returns `n` new completions of a prompt, from `first_index` on. A ValueError calls the prompt `name`."""
         self.adapters.check(adapter)
         tokens = [int(token) for token in tokens]
         size = self.model.config.vocab_size
@@ -359,11 +403,15 @@ class Generator:
             completion.sampled_logprobs,
             completion.finish_reason,
             text,
+            reused_prompt_tokens=completion.reused_prompt_tokens,
             drafted=completion.drafted,
             accepted=completion.accepted,
             routing=completion.wait_routing(),
             top_logprobs=tuple(completion.top_logprobs),
+            sampling_mask=completion.sampling_mask if completion.prompt.sampling.masked else None,
             versions=tuple(completion.versions),
+            queue_seconds=None if completion.began is None else completion.began - completion.added,
+            first_token_seconds=None if completion.first_token is None else completion.first_token - completion.added,
         )
 
 
@@ -394,12 +442,6 @@ def check_kv_cache_dtype(kv_cache_dtype: str, config: ModelConfig, device: torch
         )
     if device.type == "cuda" and (reason := why_not("attend_pages_fp8", gpu_of(device))) is not None:
         raise ValueError(f'kv_cache_dtype="fp8" cannot run: {reason}. Use "auto".')
-
-
-def _lockstep_group(model: LanguageModel) -> dist.ProcessGroup | None:
-    """Returns the data-parallel group if a forward needs all its ranks, which share weights or experts; else None."""
-    layout, mesh = model.layout, model.mesh
-    return mesh.dp.group if layout.dp_shard > 1 or layout.ep > layout.tp * layout.cp else None
 
 
 @contextlib.contextmanager

@@ -7,20 +7,21 @@ and then drops the tokens that were sampled after it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from postlude.generate.adapters import NamedAdapters
-from postlude.generate.completion_state import CompletionState
+from postlude.generate.completion_state import CompletionState, max_stops
 from postlude.generate.cuda_graphs import DecodeGraphs, DecodeStep, addresses, bucket
 from postlude.generate.decode_rows import DecodeRows
 from postlude.generate.draft import TOKENS_PER_STEP
 from postlude.generate.model_step import ModelStep
 from postlude.generate.paged_cache import PagedCache
 from postlude.generate.pages import PagePool, RunningCompletion, pages_for
-from postlude.generate.scheduler import Scheduler, max_stops
+from postlude.generate.scheduler import Scheduler
 from postlude.model import LanguageModel
 from postlude.model.parallel import fuse_weights
 from postlude.ops.paged_attention import PAGE_SIZE
@@ -69,6 +70,7 @@ class GraphBuffers:
 
     model_step: ModelStep
     cache: PagedCache
+    pool: PagePool
     graphs: DecodeGraphs
     capacity: DecodeCapacity
     weight_addresses: tuple[int, ...]
@@ -83,6 +85,7 @@ class GraphBuffers:
         draft: bool = False,
         record_routing: bool = False,
         fp8_kv: bool = False,
+        keep_prefixes: bool = False,
     ) -> GraphBuffers:
         """Returns buffers of this capacity. Fuses the weights of projections with the same input."""
         for layers in (layers for block in model.blocks for layers in block.fused_projections()):
@@ -90,32 +93,42 @@ class GraphBuffers:
         tokens_per_step = TOKENS_PER_STEP if draft else 1
         rows = DecodeRows(capacity.rows, capacity.stops, device, tokens_per_step)
         cache = PagedCache(capacity.pages, capacity.rows, capacity.pages_per_row, device, fp8=fp8_kv)
+        pool = PagePool(
+            capacity.pages, capacity.pages_per_row, drafts_per_row=tokens_per_step - 1, keep_prefixes=keep_prefixes
+        )
         model_step = ModelStep(model, rows, cache, draft=draft, record_routing=record_routing)
         graphs = DecodeGraphs(model_step, cache, adapters)
-        return GraphBuffers(model_step, cache, graphs, capacity, addresses(model))
+        return GraphBuffers(model_step, cache, pool, graphs, capacity, addresses(model))
 
     @property
     def is_small(self) -> bool:
-        """Whether the cache takes at most `SMALL_FRACTION` of the device's memory."""
-        device = self.cache.device
-        if device.type != "cuda":
-            return True
-        return self.cache.size_in_bytes <= SMALL_FRACTION * torch.cuda.get_device_properties(device).total_memory
+        """Whether the cache is small: see `is_small`."""
+        return is_small(self.cache.size_in_bytes, self.cache.device)
 
-    def fit(self, capacity: DecodeCapacity, *, record_routing: bool) -> bool:
+    def fit(self, capacity: DecodeCapacity, *, draft: bool, record_routing: bool) -> bool:
         """Whether they have this capacity, and the weights are still at the addresses that the graphs read.
 
-        `record_routing`: whether they must record the experts of tokens, or must not.
+        `draft`, `record_routing`: whether they must draft, or record the experts of tokens, or must not.
         """
         have = self.capacity
         return (
-            record_routing == (self.model_step.routing_record is not None)
+            draft == (self.model_step.drafter is not None)
+            and record_routing == (self.model_step.routing_record is not None)
             and have.rows >= capacity.rows
             and have.pages >= capacity.pages
             and have.pages_per_row >= capacity.pages_per_row
             and have.stops >= capacity.stops
             and self.weight_addresses == addresses(self.model_step.model)
         )
+
+
+def is_small(size_in_bytes: int, device: torch.device) -> bool:
+    """Whether that is at most `SMALL_FRACTION` of the device's memory."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return size_in_bytes <= SMALL_FRACTION * total
 
 
 class GraphScheduler(Scheduler):
@@ -133,10 +146,10 @@ class GraphScheduler(Scheduler):
         max_sequences: int,
         max_prefill_tokens: int,
     ) -> None:
-        drafts_per_row = buffers.model_step.rows.tokens_per_step - 1
+        buffers.pool.reset()
         super().__init__(
             buffers.model_step,
-            PagePool(buffers.capacity.pages, buffers.capacity.pages_per_row, drafts_per_row=drafts_per_row),
+            buffers.pool,
             max_sequences=max_sequences,
             max_prefill_tokens=max_prefill_tokens,
         )
@@ -168,7 +181,8 @@ class GraphScheduler(Scheduler):
         self._compact(size)
         self._send_table()
         self._constrain(self.running)
-        self.graphs(DecodeStep(size, self.filtered, self._has_rules(self.running), self.tile_shape))
+        has_rules, has_masks = self._has_rules(self.running), self._has_masks(self.running)
+        self.graphs(DecodeStep(size, self.filtered, has_rules, has_masks, self.tile_shape))
         self._send_decoded(self.running)
 
     def _on_change(self, running: RunningCompletion, *, grew: bool = False) -> None:
@@ -212,5 +226,5 @@ class GraphScheduler(Scheduler):
         joining = self._admit()
         logits = torch.empty(0, device=self.device)
         if joining.sequences:
-            logits = self.model_step(0, joining.sequences, joining.pages)
+            logits = self.model_step(0, joining.sequences)
         self._start_and_sample(joining, logits)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from postlude.generate.completion_state import CompletionState
-from postlude.generate.sampling_params import MAX_BIASES, MAX_TOP_LOGPROBS
+from postlude.generate.sampling_params import MAX_BIASES, MAX_SAMPLING_MASK, MAX_TOP_LOGPROBS
 
 WORD = 32  # tokens in an integer of `LogitRules.allowed`
 
@@ -22,6 +22,8 @@ class LogitRules:
     `allowed` [size, words] int32: a bit for each token, which is 0 if the grammar does not allow it next.
     `constrained` [size] bool: whether the row has a grammar.
     `top` [tokens_per_step, size, k, 2] fp64, of the last step: the likeliest tokens, and their log-probs.
+    `masks` [tokens_per_step, size, 1 + m] int32, of the last step: how many tokens could be sampled, and the likeliest
+    m of them; -1 for none.
     """
 
     def __init__(self, size: int, vocab_size: int, tokens_per_step: int, device: torch.device) -> None:
@@ -33,6 +35,8 @@ class LogitRules:
         self.allowed = torch.full((size, words), -1, dtype=torch.int32, device=device)
         self.constrained = torch.zeros(size, dtype=torch.bool, device=device)
         self.top = torch.zeros(tokens_per_step, size, k, 2, dtype=torch.float64, device=device)
+        width = 1 + min(MAX_SAMPLING_MASK, vocab_size)
+        self.masks = torch.zeros(tokens_per_step, size, width, dtype=torch.int32, device=device)
         self._bits = torch.arange(WORD, dtype=torch.int32, device=device)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
@@ -89,6 +93,14 @@ class LogitRules:
         values, ids = logprobs.topk(self.top.shape[2], dim=-1)
         self.top[token_index, indices] = torch.stack((ids.double(), values.double()), -1)
         return logprobs.gather(-1, tokens[:, None])[:, 0]
+
+    def record_mask(self, logits: Tensor, indices: Tensor, threshold: Tensor, token_index: int) -> None:
+        """Stores the tokens whose logits, of [n, vocab], are at least the `threshold` [n] and can be sampled."""
+        lowest = threshold[:, None]
+        can_be_sampled = (logits >= lowest) & (logits > float("-inf"))
+        values, ids = logits.topk(self.masks.shape[2] - 1, dim=-1)
+        kept_ids = ids.masked_fill((values < lowest) | (values == float("-inf")), -1)
+        self.masks[token_index, indices] = torch.cat((can_be_sampled.sum(-1, keepdim=True), kept_ids), 1).int()
 
     @staticmethod
     def _like(indices: Tensor, values: Sequence[int] | Sequence[bool]) -> Tensor:

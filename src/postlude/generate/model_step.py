@@ -14,7 +14,7 @@ from torch import Tensor
 
 from postlude.data.microbatch import ROUTING
 from postlude.generate.completion_state import CompletionState
-from postlude.generate.decode_cache import DecodeCache
+from postlude.generate.decode_cache import DecodeCache, PrefillSequence
 from postlude.generate.decode_rows import LENGTH, TOKEN, DecodeRows, sample_after_drafts, sample_next
 from postlude.generate.draft import Drafter
 from postlude.generate.forward import Microbatches, all_logits_and_hidden, logits_at
@@ -69,11 +69,10 @@ def check_routing_record(config: ModelConfig) -> None:
 
 
 class ModelStep:
-    """Samples the next tokens of rows and prefills whole sequences, in one forward of the model.
+    """Samples the next tokens of rows and prefills sequences, in one forward of the model.
 
     With `draft`, the first multi-token-prediction depth proposes the next token of each row. With `record_routing`,
-    the experts of every token are recorded. With `lockstep`, other ranks take part in every forward, so a step runs the
-    same forwards with and without rows and sequences.
+    the experts of every token are recorded.
     """
 
     def __init__(
@@ -84,46 +83,42 @@ class ModelStep:
         *,
         draft: bool = False,
         record_routing: bool = False,
-        lockstep: bool = False,
     ) -> None:
         self.model = model
         self.rows = rows
         self.cache = cache
         self.drafter = Drafter(model, rows, cache) if draft else None
         self.routing_record = RoutingRecord(model, cache) if record_routing else None
-        self.lockstep = lockstep
         self._microbatches = Microbatches(cache, model.mesh.tp.size)
 
     def __call__(
         self,
         count: int,
-        sequences: Sequence[Sequence[int]] = (),
-        pages: Sequence[Sequence[int]] = (),
+        sequences: Sequence[PrefillSequence] = (),
         *,
         filtered: bool = True,
         settings: SamplerSettings | None = None,
     ) -> Tensor:
         """Samples a token of each of the first `count` rows, and a second where the draft is accepted.
 
-        Runs the `sequences` too, whose keys and values go to `pages`, and returns the logits after each of them,
-        [m, vocab]. `filtered` and `settings` of the rows are those of `sample_next`.
+        Runs the new tokens of the `sequences` too, and returns the logits after each of them, [m, vocab]. `filtered`
+        and `settings` of the rows are those of `sample_next`.
         """
         tokens, lengths = self.rows.numbers[TOKEN, :count, None], self.rows.numbers[LENGTH, :count]
         drafter, drafts = self.drafter, None
-        if drafter is not None and (count or self.lockstep):
+        if drafter is not None and count:
             unread = self._microbatches(*drafter.unread_tokens(count))
             drafts = drafter.propose(unread, count, filtered=filtered, settings=settings)
             tokens, lengths = torch.cat((tokens, drafts[:, None]), 1), torch.where(lengths > 0, lengths + 1, 0)
-        logits, hidden = self._forward(tokens, lengths, sequences, pages)
+        logits, hidden = self._forward(tokens, lengths, sequences)
         if self.routing_record is not None:
             self.routing_record.store()
         decoded = tokens.numel()
         if drafter is not None:
             if count:
                 drafter.keep(hidden[:decoded])
-            if sequences or self.lockstep:
-                begin = partial(self._microbatches, tokens[:0], lengths[:0], pages=pages)
-                drafter.prefill(hidden[decoded:], sequences, begin)
+            if sequences:
+                drafter.prefill(hidden[decoded:], sequences, partial(self._microbatches, tokens[:0], lengths[:0]))
         if count and drafts is not None:
             by_row = logits[:decoded].unflatten(0, (count, -1))
             self.cache.accept(sample_after_drafts(by_row, drafts, self.rows, filtered=filtered, settings=settings))
@@ -131,11 +126,9 @@ class ModelStep:
             sample_next(logits[:count], self.rows.all[:count], self.rows, filtered=filtered, settings=settings)
         return logits[decoded : decoded + len(sequences)]
 
-    def _forward(
-        self, tokens: Tensor, lengths: Tensor, sequences: Sequence[Sequence[int]], pages: Sequence[Sequence[int]]
-    ) -> tuple[Tensor, Tensor]:
+    def _forward(self, tokens: Tensor, lengths: Tensor, sequences: Sequence[PrefillSequence]) -> tuple[Tensor, Tensor]:
         """Returns the logits of all `tokens` and after each sequence, [tokens + m, vocab], and all hidden states."""
-        microbatch, count = self._microbatches(tokens, lengths, sequences, pages), len(tokens)
+        microbatch, count = self._microbatches(tokens, lengths, sequences), len(tokens)
         if count and not sequences:
             logits, hidden = self.model(microbatch, output_processor=all_logits_and_hidden, decode_state=self.cache)
             return logits, hidden

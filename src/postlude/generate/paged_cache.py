@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from postlude.generate.decode_cache import DecodeCache, PageCopy
+from postlude.generate.decode_cache import DecodeCache, PageCopy, PrefillSequence
 from postlude.model.context import DecodeAttend, Inputs, PrefillAttend, Stores
 from postlude.ops.attention import ScoreConfig, attend
 from postlude.ops.fp8_kv import FP8
+from postlude.ops.latent_attention import attend_latent_pages
 from postlude.ops.packing import Packing, to_device
 from postlude.ops.paged_attention import (
     COUNTERS,
@@ -18,6 +19,7 @@ from postlude.ops.paged_attention import (
     attend_pages,
     lengths_of_tokens,
     new_page_store,
+    read_pages,
     write_pages,
 )
 from postlude.ops.shared_pages import SharedPages, TileShape
@@ -39,25 +41,31 @@ class PagedCache(DecodeCache):
         self.shared = SharedPages.none(rows, device)
         self.tile_shape: TileShape | None = None
         self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-        # The page, and the offset in it, of each prefilled token.
-        self._slots = torch.empty(0, device=device), torch.empty(0, device=device)
+        # The page, and the offset in it, of each prefilled token, and of each key that these see.
+        self._slots = self._key_slots = torch.empty(0, device=device), torch.empty(0, device=device)
 
-    def _set_slots(self, pages: Sequence[Sequence[int]], padding: int) -> None:
-        """See `DecodeCache`. A forward has either the newest tokens of rows or whole sequences, without padding."""
-        if self._prefill is not None:
-            assert not len(self._lengths)
-            assert not padding
-            page_ids = torch.tensor([page for sequence_pages in pages for page in sequence_pages], device=self.device)
-            page_counts = [len(sequence_pages) for sequence_pages in pages]
-            first = Packing.from_lengths(page_counts, self.device).cu_seqlens.long()
-            positions = self._prefill.positions()
-            page = page_ids[first[self._prefill.sequence_index()] + positions // PAGE_SIZE]
-            self._slots = page, positions % PAGE_SIZE
+    def _set_slots(self, sequences: Sequence[PrefillSequence], positions: Tensor) -> None:
+        """See `DecodeCache`. A forward has either the newest tokens of rows or sequences, without padding."""
+        if self._prefill is None or self._prefill_keys is None:
+            return
+        assert not len(self._lengths)
+        assert not self._padding
+        page_ids = torch.tensor([page for sequence in sequences for page in sequence.pages], device=self.device)
+        page_counts = [len(sequence.pages) for sequence in sequences]
+        first = Packing.from_lengths(page_counts, self.device).cu_seqlens.long()
+
+        def slots(packing: Packing, positions: Tensor) -> tuple[Tensor, Tensor]:
+            page = page_ids[first[packing.sequence_index()] + positions // PAGE_SIZE]
+            return page, positions % PAGE_SIZE
+
+        self._slots = slots(self._prefill, positions)
+        if self._prefill_keys is not self._prefill:
+            self._key_slots = slots(self._prefill_keys, self._prefill_keys.positions())
 
     def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, score_config: ScoreConfig) -> Tensor:
         """See `DecodeState.attend`."""
         stores = self._stores_for(name, (key, value))
-        if self._prefill is None:
+        if self._prefill is None or self._prefill_keys is None:
             keys, values, *exponents = stores
             count = len(self._lengths)
             return attend_pages(
@@ -74,13 +82,29 @@ class PagedCache(DecodeCache):
                 shared=None if self.tile_shape is None else self.shared.part(self.tile_shape, count),
             )
         key, value = write_pages(stores, self._slots, (key, value))
-        return attend(query, key, value, self._prefill, self._prefill, score_config)
+        if self._prefill_keys is not self._prefill:
+            key, value = read_pages(stores, self._key_slots, key.dtype)
+        return attend(query, key, value, self._prefill, self._prefill_keys, score_config)
 
     def attend_latents(
         self, name: str, inputs: Inputs, new: Inputs, decode: DecodeAttend, prefill: PrefillAttend
     ) -> Tensor:
-        """Raises: a block that reads the stores itself is not `cuda_graphable`."""
-        raise NotImplementedError(f"{name} reads the stores itself, but these are in pages.")
+        """See `DecodeState.attend_latents`. There is one store, of one key head."""
+        (latent,) = new
+        (store,) = self._stores_for(name, new)
+        if self._prefill is None or self._prefill_keys is None:
+
+            def attend_cache(queries: Inputs, keys: Tensor, values: Tensor, score_config: ScoreConfig) -> Tensor:
+                table = self.table[: len(self._lengths)]
+                query, query_rotated = queries
+                tensors = query, query_rotated, latent[:, 0], keys, table, self._lengths
+                return attend_latent_pages(*tensors, score_config.scale, self._counters)
+
+            return decode(inputs, (store,), attend_cache)
+        store[self._slots] = latent
+        if self._prefill_keys is not self._prefill:
+            latent = store[self._key_slots]
+        return prefill(inputs, (latent,), self._prefill, self._prefill_keys)
 
     def _stores_for(self, name: str, new: Inputs) -> Stores:
         if name not in self._stores:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 from postlude.generate.counter_rng import rng_key
@@ -80,6 +80,9 @@ class Completion:
     """"stop": a stop token or a stop string ended it. "length": it reached max_new_tokens."""
     text: str | None = None
     """The tokens decoded without special ones, up to the stop string if one ended it; None without a tokenizer."""
+    reused_prompt_tokens: int = field(default=0, compare=False)
+    """Tokens of its prompt that were not prefilled for it, since another completion or an earlier turn began with them;
+    0 if the engine does not report it."""
     drafted: int = 0
     """Speculative tokens that were proposed and checked; 0 without speculative decoding."""
     accepted: int = 0
@@ -89,8 +92,42 @@ class Completion:
     recorded. They become a batch's column "routing". The last token was never an input, and has -1."""
     top_logprobs: Sequence[Sequence[tuple[int, float]]] = ()
     """For each token the likeliest ones at its place, and their log-probs, as `SamplingParams.top_logprobs` asks."""
+    sampling_mask: Sequence[Sequence[int]] | None = None
+    """For each token those that could be sampled at its place, after top-k, top-p and min-p, if they are asked for
+    with `SamplingParams.return_sampling_mask`; None too if all could, or if sampling was greedy."""
     versions: tuple[VersionSpan, ...] = ()
     """The weights version of each range of tokens, if the engine reports it."""
+    queue_seconds: float | None = field(default=None, compare=False)
+    """Seconds that it waited before it ran, if the engine reports it."""
+    first_token_seconds: float | None = field(default=None, compare=False)
+    """Seconds until its first token, with those that it waited."""
+
+    @property
+    def policy_logprobs(self) -> list[float]:
+        """The log-probs that a trainer compares its own with: among the tokens of the sampling mask if there is one."""
+        return self.logprobs if self.sampling_mask is None else self.sampled_logprobs
+
+
+@dataclass(frozen=True)
+class SamplingUsage:
+    """How busy an engine is."""
+
+    running: int = 0
+    """Completions that get tokens."""
+    waiting: int = 0
+    """Completions that wait for room, or for the turn of their adapter."""
+    used_tokens: int = 0
+    """Tokens of the cache that are in use."""
+    cache_tokens: int = 0
+    """Tokens that the cache has room for."""
+
+    def __add__(self, other: SamplingUsage) -> SamplingUsage:
+        return SamplingUsage(
+            self.running + other.running,
+            self.waiting + other.waiting,
+            self.used_tokens + other.used_tokens,
+            self.cache_tokens + other.cache_tokens,
+        )
 
 
 @dataclass(frozen=True)
@@ -105,7 +142,7 @@ class Progress:
     logprobs: Sequence[float]
     completion: Completion | None
     top_logprobs: Sequence[Sequence[tuple[int, float]]] = ()
-    """Of these tokens, as in `Completion`."""
+    """The likeliest tokens in place of these, as in `Completion`."""
 
 
 @runtime_checkable
@@ -139,3 +176,11 @@ class AsyncRolloutEngine(Protocol):
 
     def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
         """Returns completions finished since the last call. Waits up to `timeout` seconds for one, forever if None."""
+
+
+@runtime_checkable
+class CancellingEngine(AsyncRolloutEngine, Protocol):
+    """An engine that can end a request before its completions are finished."""
+
+    def cancel(self, request_id: int) -> None:
+        """Ends a request, if it runs. Completions of it that have finished may still be returned."""

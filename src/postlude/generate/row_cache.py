@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from postlude.generate.decode_cache import DecodeCache, PageCopy
+from postlude.generate.decode_cache import DecodeCache, PageCopy, PrefillSequence
 from postlude.model.context import (
     AttendCache,
     DecodeAttend,
@@ -34,8 +34,8 @@ class RowCache(DecodeCache):
         self.longest = 0  # tokens of the longest row of the next step, without its drafts
         self.fp8 = fp8
         self._attention: DecodeAttention | None = None
-        # Indices of the forward's tokens in the flattened stores.
-        self._slots = torch.empty(0, dtype=torch.int64, device=device)
+        # Indices in the flattened stores: of the forward's tokens, and of the keys that its prefilled tokens see.
+        self._slots = self._key_slots = torch.empty(0, dtype=torch.int64, device=device)
 
     def resize(self, rows: int, capacity: int) -> None:
         """Changes the number and the capacity of rows. Tokens within the old and the new bounds are kept."""
@@ -52,17 +52,22 @@ class RowCache(DecodeCache):
             self._states[name] = tuple(_with_rows(state, rows) for state in states)
         self.rows, self.capacity = rows, capacity
 
-    def _set_slots(self, pages: Sequence[Sequence[int]], padding: int) -> None:
+    def _set_slots(self, sequences: Sequence[PrefillSequence], positions: Tensor) -> None:
         """See `DecodeCache`. No row is idle, and none has more tokens than `longest` and its drafts."""
-        lengths, tokens_per_row, prefill = self._lengths, self._tokens_per_row, self._prefill
+        lengths, tokens_per_row, padding = self._lengths, self._tokens_per_row, self._padding
         longest = self.longest + tokens_per_row - 1
         self._attention = DecodeAttention(lengths, longest, tokens_per_row) if len(lengths) else None
         starts = torch.arange(len(lengths), device=self.device) * self.capacity + (lengths - tokens_per_row)
         self._slots = consecutive_positions(starts, tokens_per_row)
-        if prefill is not None:
-            rows = torch.tensor([row for (row,) in pages] + ([0] if padding else []), device=self.device)
-            slots = rows[prefill.sequence_index()] * self.capacity + prefill.positions()
-            self._slots = torch.cat((self._slots, slots[: prefill.total - padding]))
+        if self._prefill is None or self._prefill_keys is None:
+            return
+        rows = [row for sequence in sequences for row in sequence.pages]
+        first = torch.tensor(rows + ([0] if padding else []), device=self.device) * self.capacity
+        new = first[self._prefill.sequence_index()] + positions
+        self._slots = torch.cat((self._slots, new[: len(new) - padding]))
+        if self._prefill_keys is not self._prefill:
+            keys = first[self._prefill_keys.sequence_index()] + self._prefill_keys.positions()
+            self._key_slots = keys[: len(keys) - padding]
 
     def attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, score_config: ScoreConfig) -> Tensor:
         """See `DecodeState.attend`."""
@@ -70,28 +75,38 @@ class RowCache(DecodeCache):
             key, value = round_heads(key), round_heads(value)
 
         def decode(inputs: Inputs, stores: Stores, attend_cache: AttendCache) -> Tensor:
-            (query, _, _), (keys, values) = inputs, stores
-            return attend_cache(query, keys, values, score_config)
+            keys, values = stores
+            return attend_cache(inputs, keys, values, score_config)
 
-        def prefill(inputs: Inputs, packing: Packing) -> Tensor:
-            query, key, value = inputs
-            return attend(query, key, value, packing, packing, score_config)
+        def prefill(inputs: Inputs, stored: Inputs, queries: Packing, keys: Packing) -> Tensor:
+            (query,), (key, value) = inputs, stored
+            return attend(query, key, value, queries, keys, score_config)
 
-        return self.attend_latents(name, (query, key, value), (key, value), decode, prefill)
+        return self.attend_latents(name, (query,), (key, value), decode, prefill)
 
     def attend_latents(
         self, name: str, inputs: Inputs, new: Inputs, decode: DecodeAttend, prefill: PrefillAttend
     ) -> Tensor:
         """See `DecodeState.attend_latents`."""
-        stores = self.append(name, new)
-        if self._prefill is None:
-            assert self._attention is not None  # a forward has tokens
-            return decode(inputs, stores, self._attention)
-        if self._attention is None:
-            return prefill(inputs, self._prefill)
+        stores, queries, keys = self.append(name, new), self._prefill, self._prefill_keys
+        if queries is None or keys is None:
+            return decode(inputs, stores, self._attend_cache)
         decoded = len(self._lengths) * self._tokens_per_row
-        outputs = decode(tuple(part[:decoded] for part in inputs), stores, self._attention)
-        return torch.cat((outputs, prefill(tuple(part[decoded:] for part in inputs), self._prefill)))
+        if keys is queries:
+            stored = tuple(part[decoded:] for part in new)
+        else:
+            stored = tuple(
+                torch.cat((store.flatten(0, 1)[self._key_slots], part[len(part) - self._padding :]))
+                for store, part in zip(stores, new, strict=True)
+            )
+        outputs = prefill(tuple(part[decoded:] for part in inputs), stored, queries, keys)
+        if self._attention is None:
+            return outputs
+        return torch.cat((decode(tuple(part[:decoded] for part in inputs), stores, self._attend_cache), outputs))
+
+    def _attend_cache(self, queries: Inputs, keys: Tensor, values: Tensor, score_config: ScoreConfig) -> Tensor:
+        assert self._attention is not None  # there are rows
+        return self._attention(torch.cat(queries, dim=-1), keys, values, score_config)
 
     def move(self, sources: Tensor, targets: Tensor, copies: Sequence[PageCopy]) -> None:
         """See `DecodeCache`. Also moves the stores."""
@@ -108,15 +123,18 @@ class RowCache(DecodeCache):
                 flat = store.flatten(0, 1)
                 flat.index_copy_(0, targets, flat.index_select(0, sources))
 
-    def save(self, pages: Sequence[int], length: int) -> Mapping[str, Stores]:
+    def save(self, pages: Sequence[int], stop: int, start: int = 0) -> Mapping[str, Stores]:
         """See `DecodeCache`. Returns copies, since the page belongs to a row."""
         (row,) = pages
-        return {name: tuple(store[row, :length].clone() for store in stores) for name, stores in self._stores.items()}
+        return {
+            name: tuple(store[row, start:stop].clone() for store in stores) for name, stores in self._stores.items()
+        }
 
-    def restore(self, rows: Sequence[int], saved: Mapping[str, Stores]) -> None:
+    def restore(self, rows: Sequence[int], saved: Sequence[Mapping[str, Stores]]) -> None:
         """See `DecodeCache`."""
-        for name, parts in saved.items():
-            for store, part in zip(self._stores[name], parts, strict=True):
+        for name in saved[0]:
+            parts = [torch.cat(part) for part in zip(*(by_name[name] for by_name in saved), strict=True)]
+            for store, part in zip(self._stores_for(name, parts), parts, strict=True):
                 store[rows, : len(part)] = part
 
     def clear(self, row: int) -> None:
@@ -127,12 +145,15 @@ class RowCache(DecodeCache):
 
     def append(self, name: str, new: Inputs) -> Stores:
         """See `DecodeCache`. Stores are [rows, capacity, ...] each."""
-        if name not in self._stores:
-            self._stores[name] = tuple(part.new_zeros(self.rows, self.capacity, *part.shape[1:]) for part in new)
-        stores, token_count = self._stores[name], len(self._slots)
+        stores, token_count = self._stores_for(name, new), len(self._slots)
         for store, part in zip(stores, new, strict=True):
             store.flatten(0, 1).index_copy_(0, self._slots, part[:token_count])
         return stores
+
+    def _stores_for(self, name: str, parts: Sequence[Tensor]) -> Stores:
+        if name not in self._stores:
+            self._stores[name] = tuple(part.new_zeros(self.rows, self.capacity, *part.shape[1:]) for part in parts)
+        return self._stores[name]
 
 
 def _with_rows(state: Tensor, rows: int) -> Tensor:

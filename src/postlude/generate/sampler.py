@@ -64,10 +64,11 @@ class SamplerSettings:
         )
 
 
-def sample(logits: Tensor, settings: SamplerSettings, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def sample(logits: Tensor, settings: SamplerSettings, counts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Samples tokens [n] from logits [n, vocab]. Returns them and their log-probs before and after filtering, [n].
 
-    `counts` [n] int64 are the numbers of tokens that rows have sampled. Key and count alone determine the noise.
+    The last result is the lowest scaled logit that could be sampled, [n]; None if all could. `counts` [n] int64 are the
+    numbers of tokens that rows have sampled. Key and count alone determine the noise.
     """
     scaled = logits.float()
     if settings.temperature is not None:
@@ -75,7 +76,7 @@ def sample(logits: Tensor, settings: SamplerSettings, counts: Tensor) -> tuple[T
     if settings.all_greedy:
         tokens = scaled.argmax(-1)
         logprobs = scaled.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-        return tokens, logprobs, torch.zeros_like(logprobs)
+        return tokens, logprobs, torch.zeros_like(logprobs), None
     blocks = _blocks(scaled)
     weights = blocks.logsumexp(-1)  # [n, blocks], each block's log-probability up to a constant
     total = weights.logsumexp(-1)
@@ -92,7 +93,7 @@ def sample(logits: Tensor, settings: SamplerSettings, counts: Tensor) -> tuple[T
     sampled = chosen - sampled_total
     if settings.greedy is not None:
         sampled = sampled.masked_fill(settings.greedy, 0.0)
-    return tokens, chosen - total, sampled
+    return tokens, chosen - total, sampled, threshold
 
 
 def _blocks(scaled: Tensor) -> Tensor:

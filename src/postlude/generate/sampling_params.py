@@ -10,6 +10,8 @@ from numbers import Real
 MIN_TEMPERATURE = 1e-5  # above 0; below it vLLM samples greedily, and fp32 logits may overflow
 PENALTIES = {"presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "repetition_penalty": (0.01, 100)}
 MAX_TOP_LOGPROBS = 20
+MAX_SAMPLING_MASK = 1024  # tokens that a token was sampled from, if they are returned
+MAX_MASKED_TOP_K = MAX_SAMPLING_MASK // 2  # leaves room for tokens that are as likely as the last of the top k
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 64, 1024, 1024
 MAX_SCHEMA = 65_536  # characters of a JSON schema or a grammar
 MAX_BIASES, MAX_BIAS = 300, 100.0  # of logits: how many tokens, and how much
@@ -28,7 +30,8 @@ class SamplingParams:
     completion; `frequency_penalty` is subtracted for each time that the completion has a token, and `presence_penalty`
     once. Then `logit_bias`, pairs of a token and a number, is added. `json_schema`, the text of a JSON schema, allows
     only tokens that continue JSON of it; `grammar`, in llguidance's form of Lark, those that continue a text of it.
-    `top_logprobs` is how many of the likeliest tokens are returned with each token.
+    `top_logprobs` is how many of the likeliest tokens are returned with each token. With `return_sampling_mask` the
+    tokens that top-k, top-p and min-p left to sample from are returned.
 
     A completion ends with any of `stop_tokens`, with the end-of-sequence token unless `ignore_eos`, when a string of
     `stop` appears in its text, or after `max_new_tokens`.
@@ -54,6 +57,7 @@ class SamplingParams:
     json_schema: str | None = None
     grammar: str | None = None
     top_logprobs: int = 0
+    return_sampling_mask: bool = False
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -66,10 +70,11 @@ class SamplingParams:
                 raise TypeError(f"{name}={value!r}: give a whole number.")
         for name in ("temperature", "top_p", "min_p", *PENALTIES):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real):
+            if isinstance(value, bool) or not isinstance(value, float | int | Real):
                 raise TypeError(f"{name}={value!r}: give a number.")
-        if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"ignore_eos={self.ignore_eos!r}: give True or False.")
+        for name in ("ignore_eos", "return_sampling_mask"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}={getattr(self, name)!r}: give True or False.")
         for name in ("json_schema", "grammar"):
             if not isinstance(getattr(self, name), str | None):
                 raise TypeError(f"{name}={getattr(self, name)!r:.60}: give the text of one.")
@@ -116,21 +121,26 @@ class SamplingParams:
 
     def _check_sizes(self) -> None:
         """Refuses what is compared with every token, or read before the first, if it is too large."""
-        for name, size, limit in (
-            ("stop", len(self.stop), f"{MAX_STOPS} strings"),
-            ("a string of stop", max(map(len, self.stop), default=0), f"{MAX_STOP_CHARACTERS} characters"),
-            ("stop_tokens", len(self.stop_tokens), f"{MAX_STOP_TOKENS} tokens"),
-            ("logit_bias", len(self.logit_bias), f"{MAX_BIASES} tokens"),
-            ("json_schema", len(self.json_schema or ""), f"{MAX_SCHEMA} characters"),
-            ("grammar", len(self.grammar or ""), f"{MAX_SCHEMA} characters"),
+        for name, size, limit, noun in (
+            ("stop", len(self.stop), MAX_STOPS, "strings"),
+            ("a string of stop", max(map(len, self.stop), default=0), MAX_STOP_CHARACTERS, "characters"),
+            ("stop_tokens", len(self.stop_tokens), MAX_STOP_TOKENS, "tokens"),
+            ("logit_bias", len(self.logit_bias), MAX_BIASES, "tokens"),
+            ("json_schema", len(self.json_schema or ""), MAX_SCHEMA, "characters"),
+            ("grammar", len(self.grammar or ""), MAX_SCHEMA, "characters"),
         ):
-            if size > int(limit.partition(" ")[0]):
-                raise ValueError(f"{name} has {size}; the limit is {limit}.")
+            if size > limit:
+                raise ValueError(f"{name} has {size}; the limit is {limit} {noun}.")
 
     @property
     def filtered(self) -> bool:
         """Whether top-k, top-p or min-p restrict the tokens to sample from."""
         return bool(self.top_k) or self.top_p < 1.0 or bool(self.min_p)
+
+    @property
+    def masked(self) -> bool:
+        """Whether the tokens that could be sampled are returned. They are not if all could, or if it is greedy."""
+        return self.return_sampling_mask and self.filtered and not self.greedy
 
     @property
     def penalized(self) -> bool:

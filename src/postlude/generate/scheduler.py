@@ -7,17 +7,20 @@ its tokens are prefilled when it joins.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from postlude.generate.completion_state import CompletionState, PromptState
-from postlude.generate.decode_cache import PageCopy
+from postlude.generate.decode_cache import PageCopy, PrefillSequence
 from postlude.generate.decode_rows import (
     COUNT,
     KEY,
@@ -33,12 +36,13 @@ from postlude.generate.decode_rows import (
 )
 from postlude.generate.logit_rules import LogitRules
 from postlude.generate.model_step import ModelStep
-from postlude.generate.pages import PageAllocator, RunningCompletion
+from postlude.generate.pages import CachedPrefix, PageAllocator, RunningCompletion
+from postlude.generate.prefix_cache import PrefixRoot
 from postlude.generate.sampler import SamplerSettings
 from postlude.model.context import States, Stores
-from postlude.ops.packing import to_device
+from postlude.ops.packing import copy_to_host, to_device
 
-MIN_STOPS = 8  # stop tokens of a completion that rows have room for, at least
+CACHED_PER_PREFILLED = 8  # a forward joins no more prefixes once they have this many times `max_prefill_tokens` tokens
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class _StepResults:
     results: Tensor
     top: Tensor | None
     """The likeliest tokens, see `LogitRules.top`, if a completion has rules."""
+    masks: Tensor | None
+    """See `LogitRules.masks`, if a completion returns its sampling mask."""
     event: torch.cuda.Event | None
 
 
@@ -70,27 +76,27 @@ class JoiningCompletions:
     completions: list[RunningCompletion] = field(default_factory=list)
     sources: list[int | PromptState] = field(default_factory=list)
     """For each completion, the index in `sequences` that it starts from, or a prompt that was prefilled before."""
-    sequences: list[list[int]] = field(default_factory=list)
-    pages: list[list[int]] = field(default_factory=list)
+    sequences: list[PrefillSequence] = field(default_factory=list)
+    prefixes: list[CachedPrefix[Any]] = field(default_factory=list)
+    """The beginning of each sequence that is not prefilled."""
     prompts: list[PromptState | None] = field(default_factory=list)
     """For each sequence, its prompt if several completions share it, else None."""
     copies: list[PageCopy] = field(default_factory=list)
     prefill_tokens: int = 0
-    """The number of tokens of `sequences`."""
+    """The number of new tokens of `sequences`."""
 
-    def add_sequence(self, sequence: Sequence[int], pages: list[int], prompt: PromptState | None = None) -> None:
-        """Adds a sequence to prefill. Its keys and values go to these pages."""
-        self.sequences.append([*sequence])
-        self.pages.append(pages)
+    def add_sequence(
+        self, tokens: Sequence[int], pages: list[int], prefix: CachedPrefix[Any], prompt: PromptState | None = None
+    ) -> None:
+        """Adds a sequence to prefill. The keys and values of its new tokens go to these pages."""
+        self.sequences.append(PrefillSequence(tokens, pages, prefix.length))
+        self.prefixes.append(prefix)
         self.prompts.append(prompt)
-        self.prefill_tokens += len(sequence)
+        self.prefill_tokens += len(tokens) - prefix.length
 
 
 class Scheduler(ABC):
-    """Runs completions. More can be added while others run.
-
-    The ranks of a `group` take part in every forward of each other: they step until none has completions left.
-    """
+    """Runs completions. More can be added while others run."""
 
     max_unread_steps: int
     """The number of steps that may run on the device before the host reads their tokens."""
@@ -102,9 +108,8 @@ class Scheduler(ABC):
         *,
         max_sequences: int,
         max_prefill_tokens: int,
-        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.model_step, self.model, self.allocator, self.group = model_step, model_step.model, allocator, group
+        self.model_step, self.model, self.allocator = model_step, model_step.model, allocator
         self.rows, self.cache, self.device = model_step.rows, model_step.cache, model_step.cache.device
         self.max_sequences, self.max_prefill_tokens = min(max_sequences, self.rows.size), max_prefill_tokens
         self.waiting: deque[CompletionState] = deque()
@@ -131,8 +136,8 @@ class Scheduler(ABC):
         self.filtered = self.filtered or any(completion.prompt.sampling.filtered for completion in completions)
 
     def finish(self) -> None:
-        """Steps until this rank and the other ranks of its group have no completions left."""
-        while self._any_rank_busy():
+        """Steps until no completions are left."""
+        while self.busy:
             self.step()
 
     def step(self) -> None:
@@ -169,26 +174,19 @@ class Scheduler(ABC):
         if not completion.prompt.unstarted and completion.prompt in self.prefilled:
             self._drop_prompt(completion.prompt)
 
-    def _any_rank_busy(self) -> bool:
-        """Whether this rank, or another rank of its group, has completions left."""
-        if self.group is None:
-            return self.busy
-        flag = torch.tensor([float(self.busy)], device=self.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group)
-        return bool(flag.item())
-
     # --- results
 
     def _send_results(self, completions: Sequence[RunningCompletion], tokens: int) -> None:
         """Starts to copy the results of a step, which sampled up to `tokens` tokens of each, to the host."""
         event, rules = None, self.rows.rules
-        results = _copy_to_host(self.rows.results[:tokens])
-        top = _copy_to_host(rules.top[:tokens]) if rules is not None and self._has_rules(completions) else None
+        results = copy_to_host(self.rows.results[:tokens])
+        top = copy_to_host(rules.top[:tokens]) if rules is not None and self._has_rules(completions) else None
+        masks = copy_to_host(rules.masks[:tokens]) if rules is not None and self._has_masks(completions) else None
         if self.rows.results.is_cuda:
             event = torch.cuda.Event()
             event.record()
         rows = [(running.row, running) for running in completions]
-        self.unread_results.append(_StepResults(rows, results, top, event))
+        self.unread_results.append(_StepResults(rows, results, top, masks, event))
 
     def _send_decoded(self, decoded: Sequence[RunningCompletion]) -> None:
         """Starts to copy the results of a step that decoded these completions."""
@@ -206,17 +204,19 @@ class Scheduler(ABC):
         for row, running in step.completions:
             tokens = [by_row[row] for by_row in results]
             if not running.removed and tokens[0][0] >= 0:
-                self._add_tokens(running, tokens, [by_row[row] for by_row in top] if top is not None else ())
+                masks = step.masks[:, row].numpy() if step.masks is not None else None
+                self._add_tokens(running, tokens, [by_row[row] for by_row in top] if top is not None else (), masks)
 
     def _add_tokens(
         self,
         running: RunningCompletion,
         tokens: Sequence[Sequence[float]],
         top: Sequence[Sequence[Sequence[float]]],
+        masks: NDArray[np.int32] | None,
     ) -> None:
         """Adds the tokens of a step to a completion: each is a token, or a negative number, and two log-probs.
 
-        `top` are the likeliest tokens at each, if they are known.
+        `top` are the likeliest tokens at each, and `masks` those that could be sampled, if they are known.
         """
         state = running.state
         for second, _, _ in tokens[1:]:
@@ -229,6 +229,8 @@ class Scheduler(ABC):
             if state.prompt.sampling.top_logprobs:
                 likeliest = top[place][: state.prompt.sampling.top_logprobs]
                 state.top_logprobs.append([(int(other), value) for other, value in likeliest])
+            if masks is not None and state.prompt.sampling.masked:
+                state.add_mask(masks[place])
             if state.add(int(token), logprob, sampled_logprob):
                 self._remove_finished(running)
                 return
@@ -244,10 +246,18 @@ class Scheduler(ABC):
         self._remove(running)
 
     def _remove(self, running: RunningCompletion) -> None:
+        if running.state.error is None:  # its newest token, and those that a drafter has not read, are not in the cache
+            tokens = [*running.state.prompt.tokens, *running.state.tokens]
+            self._add_prefix(running.root, tokens[: len(tokens) + 1 - 2 * self.rows.tokens_per_step], running.pages)
         running.removed = True
         self.running.remove(running)
         self.allocator.release(running.pages)
         self._on_change(running)
+
+    def _add_prefix(self, root: PrefixRoot[Any] | None, tokens: Sequence[int], pages: Sequence[int]) -> None:
+        """Keeps the keys and values of `tokens` in `pages` for later sequences, unless blocks have other states too."""
+        if root is not None and not self.cache.recurrent:
+            self.allocator.add_prefix(root, tokens, pages)
 
     def _preempt(self, running: RunningCompletion) -> None:
         """Makes a completion wait again. Its tokens are kept, and are prefilled when it joins."""
@@ -303,14 +313,14 @@ class Scheduler(ABC):
         elif len(self.running) > 1:
             self._preempt(min(self.running, key=lambda running: len(running.state.tokens)))
             self._idle_ended_rows()
-        # else the results that were read freed enough
+        # else the completions whose results were read have ended, and freed pages
 
     # --- joining
 
     def _has_room(self, completion: CompletionState) -> bool:
         """Whether there is room for the completion and `MARGIN` more tokens.
 
-        If no other runs there always is, for which prefilled prompts are dropped.
+        If no other completion runs there always is: prefilled prompts are dropped for it.
         """
         if not self.running and not self.unread_results and not self.allocator.has_room(completion, self.running):
             while self.prefilled:
@@ -324,7 +334,10 @@ class Scheduler(ABC):
         free = deque(row for row in range(self.rows.size) if row not in used_rows)
         while self.waiting and len(self.running) < self.max_sequences and self._has_room(self.waiting[0]):
             total = joining.prefill_tokens + self._prefill_tokens(self.waiting[0], joining)
-            if joining.prefill_tokens and total > self.max_prefill_tokens:
+            cached = sum(prefix.length for prefix in joining.prefixes)
+            if joining.prefill_tokens and (
+                total > self.max_prefill_tokens or cached >= CACHED_PER_PREFILLED * self.max_prefill_tokens
+            ):
                 break
             running = self._place(self.waiting.popleft(), free.popleft(), joining)
             self.running.append(running)
@@ -333,29 +346,41 @@ class Scheduler(ABC):
 
     def _prefill_tokens(self, completion: CompletionState, joining: JoiningCompletions) -> int:
         """Returns how many tokens have to be prefilled for a completion."""
-        return 0 if not completion.tokens and self._is_prefilled(completion.prompt, joining) else completion.length
+        if not completion.tokens and self._is_prefilled(completion.prompt, joining):
+            return 0
+        return completion.length - self._find_prefix(completion).length
+
+    def _find_prefix(self, completion: CompletionState) -> CachedPrefix[Any]:
+        """Returns the beginning of a completion's tokens that is cached."""
+        prompt = completion.prompt
+        return self.allocator.find_prefix(prompt.adapter, [*prompt.tokens, *completion.tokens])
 
     def _is_prefilled(self, prompt: PromptState, joining: JoiningCompletions) -> bool:
         return prompt in self.prefilled or prompt in joining.prompts
 
     def _place(self, completion: CompletionState, row: int, joining: JoiningCompletions) -> RunningCompletion:
         """Gives a completion its pages, and adds to `joining` what has to be prefilled and copied for it."""
-        prompt, length = completion.prompt, completion.length
+        prompt, length, prefix = completion.prompt, completion.length, self._find_prefix(completion)
         if completion.tokens or (prompt.unstarted == 1 and not self._is_prefilled(prompt, joining)):
-            pages = self.allocator.allocate(row, length + 1)
+            pages = self.allocator.allocate(row, length + 1, prefix)
             joining.sources.append(len(joining.sequences))
-            joining.add_sequence([*prompt.tokens, *completion.tokens], pages)
+            joining.add_sequence([*prompt.tokens, *completion.tokens], pages, prefix)
+            reused = prefix.length
         else:
+            reused = length if self._is_prefilled(prompt, joining) else prefix.length
             if not self._is_prefilled(prompt, joining):
-                joining.add_sequence(prompt.tokens, self.allocator.allocate(row, length), prompt)
+                joining.add_sequence(prompt.tokens, self.allocator.allocate(row, length, prefix), prefix, prompt)
             index = None if prompt in self.prefilled else joining.prompts.index(prompt)
-            source = self.prefilled[prompt].pages if index is None else joining.pages[index]
+            source = self.prefilled[prompt].pages if index is None else [*joining.sequences[index].pages]
             pages, copies = self.allocator.share(source, row, length)
             joining.copies += copies
             joining.sources.append(prompt if index is None else index)
         if not completion.tokens:
             prompt.unstarted -= 1
-        return RunningCompletion(completion, row, pages, length + 1)
+            completion.reused_prompt_tokens = reused
+        if completion.began is None:
+            completion.began = time.monotonic()
+        return RunningCompletion(completion, row, pages, length + 1, prefix.root)
 
     def _start_and_sample(self, joining: JoiningCompletions, prefill_logits: Tensor) -> None:
         """Starts joining completions, and samples their first token.
@@ -368,12 +393,18 @@ class Scheduler(ABC):
         settings = self._sampler_settings(joining.completions)
         self._constrain(joining.completions)
         self.rows.use_rules = self._has_rules(joining.completions)
+        self.rows.use_masks = self._has_masks(joining.completions)
         sample_next(logits, indices, self.rows, filtered=self.filtered, settings=settings)
         self._send_results(joining.completions, 1)
 
     @staticmethod
     def _has_rules(completions: Sequence[RunningCompletion]) -> bool:
-        return any(running.state.prompt.sampling.has_rules for running in completions)
+        samplings = [running.state.prompt.sampling for running in completions]
+        return any(sampling.has_rules or sampling.masked for sampling in samplings)
+
+    @staticmethod
+    def _has_masks(completions: Sequence[RunningCompletion]) -> bool:
+        return any(running.state.prompt.sampling.masked for running in completions)
 
     def _constrain(self, completions: Sequence[RunningCompletion]) -> None:
         """Writes to rows which tokens the grammars of completions, whose newest tokens were read, allow next."""
@@ -392,15 +423,18 @@ class Scheduler(ABC):
         """
         earlier = list(dict.fromkeys(source for source in joining.sources if isinstance(source, PromptState)))
         earlier_states = [self.prefilled[prompt] for prompt in earlier]
+        for sequence, prefix in zip(joining.sequences, joining.prefixes, strict=True):
+            self._add_prefix(prefix.root, sequence.tokens, sequence.pages)
         for index, prompt in enumerate(joining.prompts):
+            pages = [*joining.sequences[index].pages]
             if prompt is not None and prompt.unstarted:
-                pages, states = joining.pages[index], self.cache.prefill_states(index)
+                states = self.cache.prefill_states(index)
                 stores = self.cache.save(pages, len(prompt.tokens))
                 self.prefilled[prompt] = _PrefillState(
                     pages if self.allocator.shares_pages else [], logits[index].clone(), states, stores
                 )
             elif prompt is not None:
-                self.allocator.release(joining.pages[index])
+                self.allocator.release(pages)
         if joining.copies:
             self.cache.copy(joining.copies)
         for prompt in earlier:
@@ -409,7 +443,7 @@ class Scheduler(ABC):
                 for running in joining.completions
                 if running.state.prompt is prompt and not running.state.tokens
             ]
-            self.cache.restore(started, self.prefilled[prompt].stores)
+            self.cache.restore(started, [self.prefilled[prompt].stores])
             if not prompt.unstarted:
                 self._drop_prompt(prompt)
         sources = self._integers(
@@ -448,15 +482,3 @@ class Scheduler(ABC):
 
     def _integers(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return to_device(torch.tensor(values, dtype=torch.int64), self.device)
-
-
-def _copy_to_host(tensor: Tensor) -> Tensor:
-    """Returns a copy on the host, which a GPU may still be writing."""
-    if not tensor.is_cuda:
-        return tensor.clone()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-def max_stops(completions: Sequence[CompletionState]) -> int:
-    """Returns how many stop tokens of a completion rows must have room for."""
-    return max([MIN_STOPS, *(len(completion.stop_tokens) for completion in completions)])

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 from postlude.generate.completion_state import CompletionState, PromptState
 from postlude.generate.generator import Generator
-from postlude.generate.protocol import FinishedCompletion, Request
+from postlude.generate.protocol import FinishedCompletion, Request, SamplingUsage
 from postlude.generate.scheduler import Scheduler
 
 TURN_SECONDS, TURN_STARTS = 1.0, 5
@@ -36,7 +36,7 @@ class SessionTask:
 
 
 class HasClient(Protocol):
-    """What clients wait for in turns."""
+    """Work that waits, of which clients take turns."""
 
     @property
     def client(self) -> tuple[str, ...]:
@@ -51,11 +51,11 @@ class _Queue:
     """What waits to run with one adapter."""
 
     completions: list[CompletionState] = field(default_factory=list)
-    """Those that have begun first."""
+    """Completions that have begun come first."""
     tasks: deque[SessionTask] = field(default_factory=deque)
 
     def clients(self) -> set[tuple[str, ...]]:
-        """Returns the names of the clients that wait, without those of their connections."""
+        """Returns the clients that wait: the first name of each `Request.client`."""
         return {completion.client[:1] for completion in self.completions} | {task.client[:1] for task in self.tasks}
 
 
@@ -68,7 +68,7 @@ class _Turn:
     resumed: list[CompletionState]
     """Completions of an earlier turn, which have to be prefilled again."""
     seconds_to_begin: float | None = None
-    """Until these ran; None before that."""
+    """How long it took until these ran again; None until then."""
 
 
 class Session:
@@ -77,7 +77,7 @@ class Session:
     A completion has the same tokens as `Generator.generate` returns for its seed and index, and the same log-probs to
     rounding, whatever else runs. Only one thread may use a session, and the whole model must be on its rank.
 
-    Unless it `grows`, no more completions run at a time than were there when the first began, and on a GPU the cache is
+    Unless it `grows`, no more completions run at a time than waited at the first step, and on a GPU the cache has room
     for those only.
     """
 
@@ -101,12 +101,22 @@ class Session:
         self._active: dict[int, dict[int, CompletionState]] = {}  # by request id and index
         self._request_ids = itertools.count()
         self._prompts: WeakValueDictionary[object, PromptState] = WeakValueDictionary()
-        self._unordered = False  # whether completions were added since the clients' turns were set
+        self._unordered = False  # whether the scheduler's waiting completions have to be sorted by `take_turns`
 
     @property
     def busy(self) -> bool:
         """Whether completions or tasks are left."""
         return bool(self._active or any(queue.tasks for queue in self._queues.values()))
+
+    def usage(self) -> SamplingUsage:
+        """Returns how busy it is now. Any thread may ask."""
+        scheduler, limit = self._scheduler, self.generator.max_batch_tokens
+        waiting = sum(len(queue.completions) for queue in list(self._queues.values()))
+        if scheduler is None:
+            return SamplingUsage(0, waiting, 0, limit)
+        running = list(scheduler.running)
+        cached = scheduler.allocator.used_tokens(running)
+        return SamplingUsage(len(running), waiting + len(scheduler.waiting), cached, limit)
 
     def add(self, request: Request) -> int:
         """Adds a request. Returns its id, or raises ValueError. Requests with the same prompt share its prefill."""
@@ -147,9 +157,14 @@ class Session:
             self._end_turn()
         while self._turn is None and self._queues:
             self._begin_turn()
-        if self._turn is not None and self._has_adapter(self._turn.adapter):
+        if self._turn is not None and self._activate(self._turn.adapter):
             self._step(self._turn)
         return [result for request_id in list(self._active) for result in self._take_finished(request_id)]
+
+    def count_unfinished(self) -> tuple[int, int]:
+        """Returns how many completions are unfinished, and how many tokens these have so far."""
+        lengths = [len(completion.tokens) for group in self._active.values() for completion in group.values()]
+        return len(lengths), sum(lengths)
 
     def unfinished(self, request_id: int) -> dict[int, CompletionState]:
         """Returns the unfinished completions of a request by index, with their tokens so far."""
@@ -172,8 +187,8 @@ class Session:
         Unfinished completions continue with the new weights: all their tokens are prefilled again.
         """
         load()
-        self.generator.quantize_weights()
-        if self._scheduler is not None and self._turn is not None and self._has_adapter(self._turn.adapter):
+        self.generator.weights_changed()
+        if self._scheduler is not None and self._turn is not None and self._activate(self._turn.adapter):
             with self.generator.generation_mode(self._turn.adapter):
                 self._scheduler.preempt_all()
         for group in self._active.values():
@@ -195,7 +210,7 @@ class Session:
         adapter, began = min(self._queues, key=last_turn), self._clock()
         queue = self._queues[adapter]
         self._last_turns |= dict.fromkeys(queue.clients(), next(self._turns))
-        if self._has_adapter(adapter):
+        if self._activate(adapter):
             self._turn = _Turn(adapter, began, [completion for completion in queue.completions if completion.tokens])
 
     def _step(self, turn: _Turn) -> None:
@@ -248,8 +263,8 @@ class Session:
             self._last_turns.clear()
             self.generator.adapters.activate(None)
 
-    def _has_adapter(self, adapter: str | None) -> bool:
-        """Makes an adapter active. If it cannot be, the completions and tasks that need it fail."""
+    def _activate(self, adapter: str | None) -> bool:
+        """Makes an adapter active. If that fails, returns False, and the completions and tasks that need it fail."""
         try:
             self.generator.adapters.activate(adapter)
         except (ValueError, OSError) as error:
@@ -287,14 +302,14 @@ class Session:
 
 
 def take_turns(waiting: Iterable[CompletionState]) -> deque[CompletionState]:
-    """Returns completions with their clients in turns. Those that have begun, and were preempted, stay first."""
+    """Returns completions with clients in turns. Those that had begun and were preempted stay first."""
     completions = list(waiting)
     begun = [completion for completion in completions if completion.tokens]
     return deque([*begun, *in_turns([completion for completion in completions if not completion.tokens])])
 
 
 def in_turns(waiting: Sequence[Waiting], level: int = 0) -> Sequence[Waiting]:
-    """Returns items in turns of those with different names of the client from this level on."""
+    """Returns the items round-robin over `client[level]`, and those of each such name over the next level."""
     by_name: dict[tuple[str, ...], list[Waiting]] = {}
     for item in waiting:
         by_name.setdefault(item.client[level : level + 1], []).append(item)

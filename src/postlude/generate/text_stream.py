@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 from postlude.data.chat_tokenizer import ChatTokenizer
+from postlude.generate.protocol import Completion
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # a tokenizer's text for a character with missing bytes
 
@@ -49,28 +51,77 @@ class StopStrings:
 class TextStream:
     """Text without special tokens, in pieces whose concatenation is the text of the completion.
 
-    It holds back characters with missing bytes, and text that may be the beginning of one of `stops`.
+    It holds back characters with missing bytes, and text that may be the beginning of one of `stops`. `kept` are the
+    special tokens that stay, by id.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: ChatTokenizer, stops: Sequence[str] = (), kept: Mapping[int, str] | None = None
+    ) -> None:
         self.text = ""
         """All text that was returned so far."""
+        self._tokenizer, self._stops, self._kept = tokenizer, stops, kept or {}
         self._held_back = ""
         self._overlap = max(map(len, stops), default=1) - 1
-        self._tokens: list[int] = []
-        self._new_text = _NewText(tokenizer, skip_special_tokens=True)
+        self._start_run()
 
     def add(self, tokens: Sequence[int], final_text: str | None = None) -> str:
         """Returns the new text after these tokens. `final_text` is the text of a finished completion."""
-        self._tokens += tokens
         if final_text is None:
-            known = self._held_back + self._new_text.after(self._tokens)
-            end = max(0, len(known) - self._overlap)
+            known = self._held_back + self._decoded(tokens)
+            ends = [len(known) - self._overlap, *(known.find(stop) for stop in self._stops if stop in known)]
+            end = max(0, min(ends))
             piece, self._held_back = known[:end], known[end:]
         else:
             piece = final_text[len(self.text) :]
         self.text += piece
         return piece
+
+    def finish(self, completion: Completion) -> str:
+        """Returns the rest of the text of a finished completion."""
+        text = completion.text
+        if text is None or self._kept:
+            text = "".join(self._texts(completion.tokens))
+            if completion.finish_reason == "stop":
+                text = text[: min((text.find(stop) for stop in self._stops if stop in text), default=len(text))]
+        return self.add((), text)
+
+    def stop_string(self, completion: Completion) -> str | None:
+        """Returns the one of `stops` that ended a completion, if any."""
+        if completion.finish_reason != "stop" or not self._stops:
+            return None
+        text = self._tokenizer.decode(completion.tokens, skip_special_tokens=False)
+        return min((stop for stop in self._stops if stop in text), key=text.find, default=None)
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        """Returns the new text after these tokens."""
+        text, start = "", 0
+        for place, token in enumerate(tokens if self._kept else ()):
+            if token in self._kept:
+                self._run += tokens[start:place]
+                text += (
+                    self._tokenizer.decode(self._run, skip_special_tokens=True)[self._run_text :] + self._kept[token]
+                )
+                self._start_run()
+                start = place + 1
+        self._run += tokens[start:]
+        new = self._new_text.after(self._run)
+        self._run_text += len(new)
+        return text + new
+
+    def _start_run(self) -> None:
+        """Begins a run of tokens without kept ones."""
+        self._run: list[int] = []
+        self._run_text = 0  # characters of it that were returned
+        self._new_text = _NewText(self._tokenizer, skip_special_tokens=True)
+
+    def _texts(self, tokens: Sequence[int]) -> Iterator[str]:
+        """Yields the texts of the runs, and the kept tokens between them."""
+        for is_kept, run in itertools.groupby(tokens, self._kept.__contains__):
+            if is_kept:
+                yield from map(self._kept.__getitem__, run)
+            else:
+                yield self._tokenizer.decode(list(run), skip_special_tokens=True)
 
 
 def completion_text(tokenizer: ChatTokenizer, tokens: Sequence[int], stopped_by: str | None) -> str:

@@ -37,43 +37,24 @@ def norm_linear(
     low_rank: LowRank | None = None,
     counters: Tensor | None = None,
     *,
+    activation: Activation | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Returns norm(`rows` [T, in]) · `weight`ᵀ [out, in], with what adapters add: [T, out].
 
-    `counters` are those of `linear_add`. Adapters use one.
+    With an `activation` these are gate and up, and it returns activation(gate) · up, [T, out / 2]. `counters` are those
+    of `linear_add`. Adapters use one.
     """
     if isinstance(weight, FP8Weight):
         multiply = partial(fp8_linear, rows, weight, norm=norm, counters=counters)
-        return add_low_rank(multiply, *_norm_for_adapters(rows, norm, low_rank))
+        normed = rows if low_rank is None else rms_norm(rows, norm.weight, norm.eps, norm.offset)
+        return add_low_rank(multiply, normed, low_rank, activation)
     if _use_kernel(rows, weight, low_rank, backend):
         from postlude.ops.kernels.decode_linear import product  # needs triton
 
-        return product(rows, weight, MAX_ROWS, norm=norm, counters=counters, low_rank=low_rank)
-    normed = rms_norm(rows, norm.weight, norm.eps, norm.offset)
-    return add_low_rank(lambda: forward_product(normed, weight), normed, low_rank)
-
-
-def norm_gated_linear(
-    rows: Tensor,
-    norm: Norm,
-    activation: Activation,
-    weight: Tensor | FP8Weight,
-    low_rank: LowRank | None = None,
-    counters: Tensor | None = None,
-    *,
-    backend: Backend = "auto",
-) -> Tensor:
-    """Returns activation(gate) · up, [T, out], of (gate, up) = `norm_linear` with `weight` [2 · out, in]."""
-    if isinstance(weight, FP8Weight):
-        multiply = partial(fp8_linear, rows, weight, norm=norm, counters=counters)
-        return add_low_rank(multiply, *_norm_for_adapters(rows, norm, low_rank), activation)
-    if _use_kernel(rows, weight, low_rank, backend):
-        from postlude.ops.kernels.decode_linear import product
-
         return product(rows, weight, MAX_ROWS, norm=norm, activation=activation, counters=counters, low_rank=low_rank)
-    normed_rows = rms_norm(rows, norm.weight, norm.eps, norm.offset)
-    return add_low_rank(lambda: forward_product(normed_rows, weight), normed_rows, low_rank, activation)
+    normed = rms_norm(rows, norm.weight, norm.eps, norm.offset)
+    return add_low_rank(lambda: forward_product(normed, weight), normed, low_rank, activation)
 
 
 def linear_add(
@@ -111,20 +92,15 @@ def mlp_add(
     down: tuple[Tensor | FP8Weight, LowRank | None],
     counters: Tensor | None = None,
 ) -> Tensor:
-    """Returns `hidden` [T, H] + `down` of `norm_gated_linear`, [T, H]. See `linear_add`.
+    """Returns `hidden` [T, H] + `down` of a gated `norm_linear`, [T, H]. See `linear_add`.
 
     Both layers are given as their weight and adapters.
     """
     (first, first_low_rank), (second, second_low_rank) = gate_and_up, down
     if isinstance(first, FP8Weight) and isinstance(second, FP8Weight) and first_low_rank is second_low_rank is None:
         return fp8_mlp(hidden, norm, activation, first, second, counters=counters)
-    features = norm_gated_linear(hidden, norm, activation, *gate_and_up, counters)
+    features = norm_linear(hidden, norm, *gate_and_up, counters, activation=activation)
     return linear_add(hidden, features, *down, counters)
-
-
-def _norm_for_adapters(rows: Tensor, norm: Norm, low_rank: LowRank | None) -> tuple[Tensor, LowRank | None]:
-    """Returns the norm of the rows if there are adapters to apply to it, and the adapters."""
-    return rows if low_rank is None else rms_norm(rows, norm.weight, norm.eps, norm.offset), low_rank
 
 
 def _use_kernel(rows: Tensor, weight: Tensor, low_rank: LowRank | None, backend: Backend) -> bool:
