@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import sys
 import time
 import urllib.request
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from postlude.serving.vllm.shared_buffers import open_buffer
 from tests.conftest import SERVER
 from tests.serving.fake_vllm import AnswerFunction, FakeVLLM, Refusal, deterministic_completion
 
@@ -61,7 +63,7 @@ class Receiver(FakeVLLM):
                     raise Refusal(500, "start_weight_update called while a weight update is already active")
                 self.active, self.tensors_by_worker = True, [[] for _ in range(self.workers)]
             case "/update_weights":
-                if not (self.active and self.groups):
+                if not (self.active and (self.groups or "handles" in body["update_info"])):
                     raise Refusal(500, "NCCL weight transfer not initialized")
                 self.on_each_worker(self.receive_tensors, body["update_info"])
             case "/finish_weight_update":
@@ -90,14 +92,18 @@ class Receiver(FakeVLLM):
     def receive_tensors(self, worker: int, info: Any) -> None:
         """Receives tensors one after another until a buffer is full, as vLLM cuts them."""
         waiting = list(zip(info["names"], info["dtype_names"], info["shapes"], strict=True))
+        self.packed_bytes = sys.maxsize if "handles" in info else self.packed_bytes
         while waiting:
             chunk, size = [], 0
             while waiting and size <= self.packed_bytes:
                 name, dtype, shape = waiting.pop(0)
                 chunk.append((name, dtype, shape, math.prod(shape) * getattr(torch, dtype).itemsize))
                 size += chunk[-1][-1]
-            data = torch.empty(size, dtype=torch.uint8)
-            self.groups[worker].broadcast(data, 0).wait()
+            if "handles" in info:
+                data = open_buffer(torch.device("cpu"), info["handles"]["cpu"]).data[:size].clone()
+            else:
+                data = torch.empty(size, dtype=torch.uint8)
+                self.groups[worker].broadcast(data, 0).wait()
             for (name, dtype, shape, _), part in zip(chunk, data.split([spec[-1] for spec in chunk]), strict=True):
                 self.on_tensor(name, part.view(getattr(torch, dtype)).view(shape))  # in place, which has to be aligned
                 self.tensors_by_worker[worker].append((name, dtype, shape, digest(part)))

@@ -38,6 +38,7 @@ class FakeVLLM:
         self, answer: AnswerFunction = deterministic_completion, port: int = 0, host: str = "127.0.0.1"
     ) -> None:
         self.answer, self.version, self.directory = answer, OLD, ""
+        self.release = "0.33.0"
         self.before: Callable[[], bytes | None] = lambda: None
         self.read: Callable[[str], None] = lambda directory: None
         self.calls: list[str] = []
@@ -105,10 +106,17 @@ class FakeVLLM:
         match path:
             case "/v1/models":
                 return {"data": [{"id": "tiny", "owned_by": "vllm"}]}
+            case "/version":
+                return {"version": self.release}
+            case "/weight_info" | "/update_weight_version" if self.release.startswith("0.26"):
+                raise Refusal(404, "Not Found")
             case "/weight_info":
                 return {"weight_version": self.version}
             case "/update_weight_version":
                 self.version = body["new_version"]
+            case "/collective_rpc" if body["method"].startswith("postlude"):
+                self.version = body.get("kwargs", {}).get("version", self.version)
+                return {"results": [{"weight_version": self.version}]}
             case "/collective_rpc":
                 self.directory = body["kwargs"]["weights_path"]
                 self.read(self.directory)

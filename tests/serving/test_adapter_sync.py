@@ -17,9 +17,9 @@ from postlude.generate.probe import WeightProbe
 from postlude.generate.protocol import Request
 from postlude.generate.sampling_params import SamplingParams
 from postlude.hf.families import FAMILIES
+from postlude.hf.load import byte_tokenizer
 from postlude.hf.peft import read_adapter
 from postlude.hf.read_peft import from_peft
-from postlude.hf.tokenizer import byte_tokenizer
 from postlude.lora import LoRA
 from postlude.objectives import SFT
 from postlude.recipes.rollouts.server_commands import vllm_lora_rank

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from postlude.serving.clients.client import GenerationClient
-from postlude.serving.weights.sync import ChecksumComparison
+from postlude.serving.weights.sync import ChecksumComparison, SyncOptions, WeightSync
 from tests.serving.fake_vllm import FakeVLLM, Refusal
 
 COMPARISONS: dict[GenerationClient, ChecksumComparison] = {}
@@ -85,6 +86,33 @@ def test_without_a_majority_all_servers_stay_and_a_warning_is_logged(several, ca
         compared(engine, "first")
     assert states(engine) == ["up", "up"]
     assert f"{servers[0].url} and {servers[1].url} have different weights after the same update" in caplog.text
+
+
+class CountedSync(WeightSync):
+    """Sends nothing: for when comparisons are made."""
+
+    def close(self) -> None:
+        pass
+
+    def _sync(self, version: str) -> int:
+        return 0
+
+    def _checksum(self) -> str:
+        assert self.version is not None
+        return self.version
+
+
+def test_checksums_are_compared_at_the_first_sync_and_every_nth_after_it(several, tmp_path: Path) -> None:
+    engine, (server,) = several(1)
+    sync = CountedSync(None, engine, SyncOptions(tmp_path, checksum_every=3))  # type: ignore[arg-type]
+    compared_at = []
+    for step in range(1, 8):
+        server.weights = (f"a{step}", "b")
+        before = server.calls.count("/weight_checker")
+        sync.sync(f"start.{step}")
+        if server.calls.count("/weight_checker") > before:
+            compared_at.append(step)
+    assert compared_at == [1, 4, 7]
 
 
 def test_servers_with_other_tensor_layouts_are_not_compared(several, caplog) -> None:

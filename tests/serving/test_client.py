@@ -234,6 +234,19 @@ def test_submitted_completions_equal_generate(server: Server) -> None:
     assert "refused the request with status 400: no room" in str(done.error)
 
 
+def test_a_cancelled_request_closes_its_connection_and_has_no_result(server: Server) -> None:
+    held = threading.Event()
+    server.reply = lambda body: (held.wait(30), (400, {}, {"error": "too late"}))[1]
+    remote = GenerationClient(server.url, "tiny")
+    cancelled = remote.submit(Request((1,), SamplingParams(), n=2))
+    remote.cancel(cancelled)
+    held.set()
+    later = remote.submit(Request((1,), SamplingParams()))
+    assert [done.request_id for done in remote.poll(timeout=None)] == [later]
+    remote.cancel(later)
+    assert remote.poll(0.1) == []
+
+
 def check_submitted(engine: Any, sampling: list[SamplingParams], generate: Callable[..., Any]) -> None:
     assert isinstance(engine, AsyncRolloutEngine)
     expected = generate(PROMPTS[:2], sampling, n=2)

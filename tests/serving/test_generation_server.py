@@ -30,7 +30,7 @@ from postlude.generate.protocol import Request, VersionSpan
 from postlude.generate.sampling_params import SamplingParams
 from postlude.model import LanguageModel
 from postlude.serving.clients.client import GenerationClient
-from postlude.serving.clients.remote_server import WeightsVersion
+from postlude.serving.clients.server_weights import WeightsVersion
 from postlude.serving.errors import ServerError
 from postlude.serving.server.generation_server import GenerationServer
 from tests.generate.test_generator import teacher_forced
@@ -141,7 +141,7 @@ def test_weights_with_a_wrong_checksum_are_refused(tmp_path: Path, monkeypatch) 
     ):
         (server,) = engine.connect()
         assert engine.run_on(server, server.max_length()) == 96
-        monkeypatch.setattr("postlude.serving.clients.remote_server.checksum", lambda path: "other")
+        monkeypatch.setattr("postlude.serving.clients.server_weights.checksum", lambda path: "other")
         with pytest.raises(ServerError, match=r"read weights of checksum .* where there are other"):
             engine.reload(WeightsVersion(str(tmp_path / "new"), "start.1"))
 
@@ -336,9 +336,10 @@ def test_a_failed_step_fails_running_requests_and_later_ones_are_served(monkeypa
     with serving(Generator(sharp())) as (_, url):
         with monkeypatch.context() as patched:
             patched.setattr(Session, "step", lambda self: 1 / 0)
-            status, words = request_json(f"{url}/generate", {"prompt": [1], "sampling": {}})
+            status, words = request_json(f"{url}/generate", {"prompt": [1], "sampling": {"max_new_tokens": 2}})
             assert (status, words["error"]["message"]) == (500, "generating failed: division by zero")
-        assert request_json(f"{url}/generate", {"prompt": [1], "sampling": {"max_new_tokens": 2}})[0] == 200
+        sampling = {"max_new_tokens": 8, "ignore_eos": True}  # longer than the failed one, which must not go on
+        assert request_json(f"{url}/generate", {"prompt": [1], "sampling": sampling})[0] == 200
 
 
 def test_broken_device_ends_the_server(monkeypatch) -> None:

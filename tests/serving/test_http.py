@@ -10,7 +10,7 @@ from starlette.routing import Route, Router
 
 from postlude.serving.http import connection
 from postlude.serving.http.errors import HTTPError
-from postlude.serving.http.replies import JSONReply, openai_error, openai_reply
+from postlude.serving.http.replies import ANTHROPIC, OPENAI, RESPONSES, EventStream, JSONReply, ReplyFormat
 from postlude.serving.http.requests import read_body, unless_disconnected
 from postlude.serving.http.server import listening
 
@@ -23,7 +23,7 @@ async def echo(request: Request) -> Response:
     try:
         return JSONReply({"read": len(await read_body(request, 1000, 5.0))})
     except HTTPError as error:
-        return openai_error(error)
+        return OPENAI.error(error)
 
 
 def exchange(handler: Handler, client: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> None:
@@ -125,7 +125,7 @@ def test_events_of_a_half_closed_client_go_on(monkeypatch: pytest.MonkeyPatch) -
         raise HTTPError(500, "no more.")
 
     async def handler(_: Request) -> Response:
-        return await openai_reply(values())
+        return await OPENAI.reply(values())
 
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
@@ -139,3 +139,26 @@ def test_events_of_a_half_closed_client_go_on(monkeypatch: pytest.MonkeyPatch) -
         assert b"no more." in received
 
     exchange(handler, client)
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "error"),
+    [
+        (OPENAI, b"", b'{"error": {"message": "gone.", "type": "server_error", "param": null, "code": null}}'),
+        (RESPONSES, b"event: error\n", b'{"type": "error", "error": {"message": "gone.", "type": "server_error"'),
+        (ANTHROPIC, b"event: error\n", b'{"type": "error", "error": {"type": "overloaded_error", "message": "gone."}}'),
+    ],
+    ids=["chat", "responses", "messages"],
+)
+def test_an_error_in_a_stream_has_the_form_of_its_api(form: ReplyFormat, name: bytes, error: bytes) -> None:
+    async def values() -> AsyncGenerator[dict[str, str], None]:
+        yield {"type": "begun"}
+        raise HTTPError(503, "gone.")
+
+    async def read() -> bytes:
+        reply = await form.reply(values())
+        assert isinstance(reply, EventStream)
+        return b"".join([bytes(part) async for part in reply.body_iterator])
+
+    first = (b"event: begun\n" if name else b"") + b'data: {"type": "begun"}\n\n'
+    assert asyncio.run(read()).startswith(first + name + b"data: " + error)

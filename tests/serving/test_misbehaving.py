@@ -314,6 +314,16 @@ def test_a_retry_after_of_an_hour_is_logged_and_shortened(caplog) -> None:
     assert "asks to wait 3600 s. It is tried again after 0.05 s." in caplog.text
 
 
+def test_a_server_that_asks_for_time_gets_no_request_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_pool, "MAX_RETRY_AFTER", 2.0)
+    with ExitStack() as stack:
+        server = stack.enter_context(closing(Misbehaving(replies_with(503, Retry_After="1"), wrong=(1,))))
+        client = connect(stack, server, backoff=0.01)
+        start = time.monotonic()
+        assert isinstance(client.generate([[1, 2]], SamplingParams(max_new_tokens=3))[0][0], Completion)
+        assert time.monotonic() - start >= 1.0
+
+
 @pytest.mark.parametrize("servers", [1, 4])
 def test_scheduling_cost_is_linear_in_the_number_of_requests(servers: int, monkeypatch) -> None:
     """The number of server lookups per request is the same for 8 times as many requests."""

@@ -7,8 +7,7 @@ import base64
 import pytest
 import torch
 
-from postlude.serving.weights.channel import ChannelError, send_all
-from postlude.serving.weights.nccl import NCCLRendezvous
+from postlude.serving.weights.channel import ChannelError, NCCLRendezvous, send_all
 
 pytestmark = pytest.mark.gpu
 

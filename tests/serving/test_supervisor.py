@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from postlude.generate.protocol import Request, VersionSpan
-from postlude.serving.clients.remote_server import WeightsVersion
+from postlude.serving.clients.server_weights import WeightsVersion
 from postlude.serving.errors import ServerError
 from postlude.serving.launch import supervisor
 from postlude.serving.launch.launcher import LocalLauncher, ServerCommand, log_tail
@@ -71,16 +71,14 @@ def test_killed_server_is_restarted_with_the_newest_weights(tmp_path: Path, capl
         check(engine)
         wait_until(lambda: engine.pool.count_up() == 2)
         (new,) = {server for server in engine.pool.servers if server.url not in first}
-        assert (new.version, engine.pool.pending_replacements, engine.supervisor.restarted) == ("start.1", 0, 1)
+        assert (new.weights.version, engine.pool.pending_replacements, engine.supervisor.restarted) == ("start.1", 0, 1)
         assert "was ended by signal 9" in caplog.text
         assert "It is restarted." in caplog.text
 
 
 def test_a_proxy_is_not_used_for_launched_servers(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    with closing(
-        SupervisedClient(ServerSupervisor(replace(FAKE, start_timeout=15.0), 1, LocalLauncher(tmp_path)), **QUICK)
-    ) as engine:
+    with closing(SupervisedClient(ServerSupervisor(FAKE, 1, LocalLauncher(tmp_path)), **QUICK)) as engine:
         check(engine)
 
 

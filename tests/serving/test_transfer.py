@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from postlude.generate.sampling_params import SamplingParams
 from postlude.serving.clients.client import GenerationClient
-from postlude.serving.clients.remote_server import WeightsVersion
+from postlude.serving.clients.server_weights import WeightsVersion
 from postlude.serving.errors import ServerError
 from postlude.serving.weights.sync import NetworkSync, SyncOptions
 from postlude.serving.weights.transfer import WeightTransfer, split_aligned
@@ -102,6 +102,26 @@ def test_every_byte_arrives_from_one_rank(one_rank) -> None:
     with RemoteReceiver() as remote:
         expected, _ = one_rank(ODD, [remote.url])
         arrived(remote, expected, "start.1")
+
+
+def checksums(group: Any, url: str) -> list[str]:
+    """Returns the checksum of two sends, between which the last number of every tensor changed."""
+    engine = build("pp=1", ODD)
+    with closing(GenerationClient([url], api="vllm")) as servers, closing(WeightTransfer(engine)) as transfer:
+        first = transfer.send(servers, WeightsVersion(None, "start.1")).checksum
+        again = transfer.send(servers, WeightsVersion(None, "start.2")).checksum
+        with torch.no_grad():
+            for stage in engine.stage_models.values():
+                for parameter in stage.parameters():
+                    parameter.view(-1)[-1] += 1.0
+        return [first, again, transfer.send(servers, WeightsVersion(None, "start.3")).checksum]
+
+
+def test_the_checksum_is_of_every_byte(ranks) -> None:
+    with RemoteReceiver() as remote:
+        ((first, again, changed),) = ranks(1, checksums, remote.url)
+    assert first == again
+    assert all(before != after for before, after in zip(first.split(), changed.split(), strict=True))
 
 
 @pytest.mark.slow

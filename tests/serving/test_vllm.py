@@ -19,10 +19,10 @@ from postlude.generate.generator import Generator
 from postlude.generate.protocol import Request
 from postlude.generate.sampling_params import SamplingParams
 from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs
-from postlude.recipes.checks.servers import server_checks
-from postlude.recipes.grpo import run
+from postlude.recipes.checks.servers import ServerUse, server_checks
+from postlude.recipes.registry import RECIPES
 from postlude.serving.clients.client import GenerationClient
-from postlude.serving.clients.remote_server import WeightsVersion
+from postlude.serving.clients.server_weights import WeightsVersion
 from postlude.serving.errors import ServerError
 from tests.conftest import Ranks
 from tests.generate.test_generator import teacher_forced
@@ -221,19 +221,19 @@ def test_tied_head_that_would_not_be_updated_is_refused(tmp_path: Path) -> None:
     with vllm(tied, tmp_path) as url:
         config = config_of(tmp_path, f"--model={tied}", f"--rollout={url}")
         (check,) = server_checks(
-            PreflightInputs(config, LaunchInfo()), config.rollout, config.sampling, gets_weights=True
+            PreflightInputs(config, LaunchInfo()), config.rollout, config.sampling, ServerUse(gets_weights=True)
         )
         with pytest.raises(ValueError, match="does not update a head that is tied to the embedding"):
             check.run()
         (check,) = server_checks(
-            PreflightInputs(config, LaunchInfo()), config.rollout, config.sampling, gets_weights=False
+            PreflightInputs(config, LaunchInfo()), config.rollout, config.sampling, ServerUse(gets_weights=False)
         )
         assert check.run() == "1 of 1 reply (vllm)"
 
 
 def trained(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]:
     config = config_of(Path(directory), *overrides)
-    run(config)
+    RECIPES["grpo"].run(config)
     return [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -255,10 +255,11 @@ def test_grpo_trains_on_completions_of_vllm(ranks: Ranks, served: Served, tmp_pa
     assert all(0.0 <= row["rollout_kl"] < 1e-6 for row in rows)
 
 
-def test_grpo_with_a_launched_vllm(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sync", ["disk", "ipc"])
+def test_grpo_with_a_launched_vllm(ranks: Ranks, tmp_path: Path, sync: str) -> None:
     """It starts without weights, gets the trainer's before its first completion, and ends with the run.
 
-    The model's head is tied to its embedding, which this vLLM would not update_weights: it is given one of its own.
+    If the model's head is tied to its embedding, which this vLLM would not update, it is given one of its own on disk.
     """
     if not PYTHON.exists():
         pytest.skip(f"there is no {PYTHON}; `make test-serving` makes it")
@@ -274,10 +275,12 @@ def test_grpo_with_a_launched_vllm(ranks: Ranks, tmp_path: Path) -> None:
         "--rollout=vllm",
         f"--rollout.python={PYTHON}",
         "--rollout.gpus=0",
+        f"--rollout.sync={sync}",
         f"--rollout.env={json.dumps(surroundings)}",
         "--rollout.arguments=[--enforce-eager]",
     )
-    overrides = ("--model=tiny-wide", "--optimizer.lr=1e-2", "--sampling.temperature=0.8", *options)
+    model = "tiny-wide" if sync == "disk" else written("llama", tmp_path / "model")
+    overrides = (f"--model={model}", "--optimizer.lr=1e-2", "--sampling.temperature=0.8", *options)
     (rows,) = ranks(1, trained, str(tmp_path), *settings, *overrides)
     print([{name: row[name] for name in ("rollout_kl", "time/weight_sync", "servers/reload_seconds")} for row in rows])
     assert all(0.0 <= row["rollout_kl"] < 1e-6 for row in rows)

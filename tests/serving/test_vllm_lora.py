@@ -5,7 +5,10 @@ Only of dense models: with --enable-lora, vLLM 0.32 on a CPU runs no mixture of 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Coroutine
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +18,17 @@ from transformers import PretrainedConfig, Qwen3Config
 
 from postlude import Batch, Engine, Layout, export_hf, load_model, load_tokenizer
 from postlude.engine import AdamW
+from postlude.engine.base_weights import adapter_matrices, export_base
 from postlude.generate.probe import WeightProbe
 from postlude.generate.protocol import Request
 from postlude.generate.sampling_params import SamplingParams
+from postlude.hf.peft import to_peft, write_adapter
 from postlude.lora import LoRA
 from postlude.objectives import SFT
 from postlude.recipes.rollouts.server_commands import peft_rank, vllm_lora_rank
+from postlude.serving.clients.api import SendRequest, ServerAPI
 from postlude.serving.clients.client import GenerationClient
+from postlude.serving.clients.server_weights import WeightsVersion
 from postlude.serving.engine import ServerEngine
 from postlude.serving.weights.sync import SyncOptions
 from tests.conftest import Ranks
@@ -83,6 +90,47 @@ def sampled(group: Any, family: str, url: str, run: str) -> tuple[list[float], l
     return gaps, moved, kind
 
 
+def sampled_with_several(group: Any, family: str, url: str, run: str) -> dict[tuple[str, str], float]:
+    """Returns the largest log-prob gap of completions of each adapter, requested together, to each engine."""
+    engines = {name: build(family) for name in ("first", "second")}
+    for steps, engine in zip((1, 3), engines.values(), strict=True):
+        for _ in range(steps):
+            engine.forward_backward(Batch(PROMPTS), SFT())
+            engine.optimizer_step()
+    base, version = Path(run) / "base", "several.0"
+    export_base(engines["first"], base)
+    with closing(GenerationClient(url, tokenizer=load_tokenizer("tiny-dense"))) as client:
+        (server,) = client.connect()
+        client.reload(WeightsVersion(str(base), version))
+        for name, engine in engines.items():
+            configs, pairs = adapter_matrices(engine)
+            path = Path(run) / name
+            write_adapter(path, *to_peft(pairs, configs, engine.config, engine.family, blocks=engine.block_types))
+
+            def load(
+                api: ServerAPI, send: SendRequest, name: str = name, path: Path = path
+            ) -> Coroutine[Any, Any, None]:
+                return api.load_adapter(send, name, str(path), version)
+
+            client.run(server.call(load))
+        owners = {
+            client.submit(Request(tuple(prompt), replace(SAMPLING, seed=place), adapter=name)): (name, prompt)
+            for place, prompt in enumerate(PROMPTS)
+            for name in engines
+        }
+        finished: list[Any] = []
+        while len(finished) < len(owners):
+            finished += client.poll(60)
+    gaps = dict.fromkeys(itertools.product(engines, engines), 0.0)
+    for result in finished:
+        name, prompt = owners[result.request_id]
+        tokens, logprobs = result.completion.tokens, torch.tensor(result.completion.logprobs)
+        for other, engine in engines.items():
+            row = engine.logprobs(Batch([prompt + tokens])).logprob[0][-len(tokens) :]
+            gaps[name, other] = max(gaps[name, other], float((row - logprobs).abs().max()))
+    return gaps
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_log_probs_with_an_adapter_equal_the_trainer(
     ranks: Ranks, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -91,10 +139,15 @@ def test_log_probs_with_an_adapter_equal_the_trainer(
     directory = tmp_path / "model"
     export_hf(load_model(CONFIGS[family]), directory)
     load_tokenizer("tiny-dense").save_pretrained(directory)
-    flags = ("--enable-lora", "--max-lora-rank", str(RANK), "--logprobs-mode", "processed_logprobs")
+    flags = ("--enable-lora", "--max-loras", "3", "--max-lora-rank", str(RANK))
+    flags += ("--logprobs-mode", "processed_logprobs")
     with vllm(directory, tmp_path, *flags) as url:
         ((gaps, moved, kind),) = ranks(1, sampled, family, url, str(tmp_path / "run"))
+        (several,) = ranks(1, sampled_with_several, family, url, str(tmp_path / "several"))
     print(f"{family}: gaps {gaps}, without the adapter {moved}")
     assert kind == "AdapterSync"
     assert max(gaps) < CLOSE
     assert min(moved[1:]) > 1e-2
+    print(f"two adapters at once: {several}")
+    for (name, other), gap in several.items():
+        assert gap < CLOSE if name == other else gap > 1e-2

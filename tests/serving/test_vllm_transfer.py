@@ -18,9 +18,9 @@ from postlude import Engine, load_model
 from postlude.generate.generator import Generator
 from postlude.generate.sampling_params import SamplingParams
 from postlude.serving.clients.client import GenerationClient
-from postlude.serving.clients.remote_server import WeightsVersion
+from postlude.serving.clients.server_weights import WeightsVersion
 from postlude.serving.clients.vllm import VLLMAPI
-from postlude.serving.weights.nccl import UniqueId
+from postlude.serving.weights.channel import UniqueId
 from postlude.serving.weights.transfer import WeightTransfer
 from tests.conftest import Ranks
 from tests.serving.test_vllm import PROMPTS, trained, written

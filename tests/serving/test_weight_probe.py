@@ -6,7 +6,6 @@ import itertools
 import re
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,14 @@ from postlude.engine import AdamW
 from postlude.generate.generator import Generator
 from postlude.generate.probe import GREEDY, Probe, TrainerScores, WeightProbe
 from postlude.generate.protocol import Request
-from postlude.hf.checksum import checksum
+from postlude.hf.tensor_sources import checksum
 from postlude.serving.clients import client as client_module
 from postlude.serving.clients import remote_server
 from postlude.serving.clients.client import GenerationClient
-from postlude.serving.clients.remote_server import WeightsVersion
+from postlude.serving.clients.server_weights import WeightsVersion
 from postlude.serving.engine import ServerEngine
 from postlude.serving.errors import ServerError
-from postlude.serving.server.generation_server import GenerationServer, _resolve, _WeightsInfo
+from postlude.serving.server.generation_server import GenerationServer
 from postlude.serving.weights.sync import SyncOptions
 from tests.engine.training import build, config, train
 from tests.serving.fake_vllm import FakeVLLM, Refusal, deterministic_completion
@@ -40,32 +39,33 @@ class KeepsOldWeights(GenerationServer):
 
     reads = 1
 
-    def _reload(self, directory: str, version: str, future: Future[None]) -> None:
+    async def _update(self, load: Any, version: str) -> Any:
         if self.reads:
             self.reads -= 1
-            super()._reload(directory, version, future)
-        else:
-            self._session.version, self.weights = version, _WeightsInfo(version, checksum(Path(directory)))
-            _resolve(future, None)
+            return await super()._update(load, version)
+        _, directory = load.args
+        return await super()._update(lambda: checksum(Path(directory)), version)
 
 
 class MissesOneUpdate(KeepsOldWeights):
     """Reads the first weights and, when given the second ones again, all later ones."""
 
-    def _reload(self, directory: str, version: str, future: Future[None]) -> None:
+    async def _update(self, load: Any, version: str) -> Any:
         if not self.reads and self.weights.version == version:
             self.reads = 100
-        super()._reload(directory, version, future)
+        return await super()._update(load, version)
 
 
 class ScalesOneMatrix(GenerationServer):
     """After reading weights, one matrix is 1 % too large."""
 
-    def _reload(self, directory: str, version: str, future: Future[None]) -> None:
-        read: Future[None] = Future()
-        super()._reload(directory, version, read)
-        self.generator.model.get_parameter("layers.0.attention.q_proj.weight").data.mul_(1.01)
-        _resolve(future, read.result())
+    async def _update(self, load: Any, version: str) -> Any:
+        def load_and_scale() -> str | None:
+            read: str | None = load()
+            self.generator.model.get_parameter("layers.0.attention.q_proj.weight").data.mul_(1.01)
+            return read
+
+        return await super()._update(load_and_scale, version)
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def probed(
 def settled(rollouts: ServerEngine) -> dict[str, float]:
     """Returns the metrics once each server has its weights or is excluded."""
     rollouts.client.wait_for_reload()
-    while any(server.state == "connecting" or server.pending_reloads for server in rollouts.client.pool.servers):
+    while any(server.state == "connecting" or server.load.pending_reloads for server in rollouts.client.pool.servers):
         time.sleep(0.01)
     return rollouts.take_metrics()
 
@@ -211,6 +211,6 @@ def test_the_probe_of_a_busy_server_is_retried() -> None:
         client.reload(WeightsVersion("anywhere", "start.1", Probe(requests, scores, [], 1e-3)))
         (remote_server,) = client.pool.servers
         assert (remote_server.state, remote_server.failures) == ("up", 0)
-        assert remote_server.probe_result is not None
-        assert remote_server.probe_result.logprob_diff == 0.0
+        assert remote_server.weights.probe_result is not None
+        assert remote_server.weights.probe_result.logprob_diff == 0.0
         assert fake.calls.count("/collective_rpc") == 1, "it is not made to read them again"

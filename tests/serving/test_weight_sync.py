@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from postlude.serving.clients.remote_server import WeightsVersion
+from postlude.serving.clients.server_weights import WeightsVersion
 from postlude.serving.weights.sync import DiskSync, SyncOptions
 from postlude.world.agreement import Rank0Controller
 from postlude.world.launcher import launch

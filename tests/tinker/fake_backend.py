@@ -10,17 +10,25 @@ from typing import Any
 
 import numpy as np
 
+from postlude.generate.protocol import Completion, Progress, SamplingUsage
 from postlude.tinker.backend import (
     AdamParams,
     BaseModelInfo,
+    DiscardGradients,
+    ForwardBackward,
     ForwardBackwardResult,
+    LoadState,
     ModelSpec,
+    OptimStep,
     PassRequest,
-    SampledSequence,
-    SampleProgress,
+    PromptScores,
     SampleRequest,
     SampleResult,
+    SaveForSampler,
+    SaveState,
+    SnapshotSampler,
     TopK,
+    TrainingCommand,
 )
 
 BASE, OTHER = "fake/base", "fake/other"
@@ -50,6 +58,9 @@ class FakeBackend:
     async def start(self) -> None: ...
 
     async def stop(self) -> None: ...
+
+    def usage(self) -> SamplingUsage:
+        return SamplingUsage(running=2, waiting=1, used_tokens=10, cache_tokens=100)
 
     def _record_call(self, *call: Any) -> None:
         self.calls.append(call)
@@ -87,6 +98,25 @@ class FakeBackend:
             await self.results.wait()
             self._record_call("result")
         return ForwardBackwardResult(outputs, {"loss:sum": total})
+
+    async def train(self, command: TrainingCommand[Any], ran: Callable[[], None] | None = None) -> Any:
+        name = command.model_id
+        match command:
+            case ForwardBackward(request=request):
+                result: Any = self.forward_backward(name, request, ran)
+            case OptimStep(adam=adam):
+                result = self.optim_step(name, adam)
+            case DiscardGradients():
+                result = self.discard_gradients(name)
+            case SaveState(directory=directory):
+                result = self.save_state(name, directory)
+            case LoadState(directory=directory, optimizer=optimizer):
+                result = self.load_state(name, directory, optimizer=optimizer)
+            case SaveForSampler(directory=directory):
+                result = self.save_for_sampler(name, directory)
+            case SnapshotSampler(sampler_id=sampler_id):
+                result = self.snapshot_sampler(name, sampler_id)
+        return await result
 
     async def optim_step(self, model_id: str, adam: AdamParams) -> Mapping[str, float]:
         self._record_call("step", model_id, adam)
@@ -129,7 +159,7 @@ class FakeBackend:
         self.samplers.pop(sampler_id, None)
 
     async def sample(
-        self, sampler_id: str, request: SampleRequest, progress: Callable[[SampleProgress], None] | None = None
+        self, sampler_id: str, request: SampleRequest, progress: Callable[[Progress], None] | None = None
     ) -> SampleResult:
         self._record_call("sample", sampler_id, request)
         weight = self.samplers[sampler_id]
@@ -140,10 +170,10 @@ class FakeBackend:
             raise
         prompt, length = request.prompt, min(request.sampling.max_new_tokens, 4)
         tokens = (prompt[-1] + 1 + np.arange(length, dtype=np.int32)) % VOCAB
-        logprobs = np.full(length, -weight, np.float32)
+        logprobs = [-weight] * length
         for number in range(request.num_samples if progress is not None else 0):
             for token in tokens.tolist():
-                progress(SampleProgress(number, [token], [-weight]))
+                progress(Progress(0, number, [token], [-weight], None))
                 await asyncio.sleep(0)
         scores = np.concatenate([[np.nan], np.full(len(prompt) - 1, -weight)]).astype(np.float32)
         if request.prompt_logprobs_last_n is not None:
@@ -152,7 +182,6 @@ class FakeBackend:
         topk = TopK(np.tile(np.arange(k, dtype=np.int32), (len(prompt), 1)), np.zeros((len(prompt), k), np.float32))
         text = "".join(map(chr, tokens.tolist()))
         return SampleResult(
-            [SampledSequence("length", tokens, logprobs, text=text) for _ in range(request.num_samples)],
-            prompt_logprobs=scores if request.prompt_logprobs else None,
-            topk_prompt=topk if k else None,
+            [Completion(tokens.tolist(), logprobs, logprobs, "length", text=text)] * request.num_samples,
+            prompt=PromptScores(scores if request.prompt_logprobs else None, topk if k else None),
         )

@@ -142,29 +142,26 @@ def test_checkpoint_replacement_interrupted_by_kill_is_completed(tmp_path: Path)
     state.close()
 
 
-def test_full_disk_fails_save_with_clear_error_and_training_continues(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with running_server(tmp_path) as (app, backend, _):
-            client = await Client(app).open()
-            model = await client.create_model()
-            await client.run_pass(model, 1, 3.0)
-            backend.failure = None
-            await client.result(await client.step(model, 2))
-            backend.failure = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            full = await client.call("save_weights", {"model_id": model, "path": "a", "seq_id": 3})
-            assert full["category"] == "server"
-            assert "is full" in full["error"]
-            assert not list((tmp_path / "aside").iterdir())
-            assert (await client.get("checkpoints")).json["checkpoints"] == []
-            saved = await client.call("save_weights", {"model_id": model, "path": "a", "seq_id": 4})
-            assert saved["path"].endswith("/weights/a")
-            shutil.rmtree(tmp_path / "sessions")
-            refused = await client.post("create_session", {"sdk_version": "0.36.0"})
-            assert refused.status == 503
-            assert "cannot be written" in refused.json["error"]
-            assert (await client.result(await client.step(model, 5)))["metrics"]["weight"] == 3.0
-
-    asyncio.run(run())
+async def test_full_disk_fails_save_with_clear_error_and_training_continues(tmp_path: Path) -> None:
+    async with running_server(tmp_path) as (app, backend, _):
+        client = await Client(app).open()
+        model = await client.create_model()
+        await client.run_pass(model, 1, 3.0)
+        backend.failure = None
+        await client.result(await client.step(model, 2))
+        backend.failure = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        full = await client.call("save_weights", {"model_id": model, "path": "a", "seq_id": 3})
+        assert full["category"] == "server"
+        assert "is full" in full["error"]
+        assert not list((tmp_path / "aside").iterdir())
+        assert (await client.get("checkpoints")).json["checkpoints"] == []
+        saved = await client.call("save_weights", {"model_id": model, "path": "a", "seq_id": 4})
+        assert saved["path"].endswith("/weights/a")
+        shutil.rmtree(tmp_path / "sessions")
+        refused = await client.post("create_session", {"sdk_version": "0.36.0"})
+        assert refused.status == 503
+        assert "cannot be written" in refused.json["error"]
+        assert (await client.result(await client.step(model, 5)))["metrics"]["weight"] == 3.0
 
 
 def test_second_server_on_state_directory_is_refused(tmp_path: Path) -> None:
@@ -210,18 +207,16 @@ def test_session_without_heartbeats_expires_and_others_stay(tmp_path: Path, monk
     asyncio.run(run())
 
 
-def test_a_finished_session_frees_its_models(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with running_server(tmp_path) as (app, backend, _):
-            client = await Client(app).open()
-            model = await client.create_model()
-            done = await client.post(f"sessions/{client.session}/finish", {"reason": {"type": "success"}})
-            assert done.status == 204
-            await asyncio.sleep(0.02)
-            assert ("remove", model) in backend.calls
-            assert (await client.post("session_heartbeat", {"session_id": client.session})).status == 410
-
-    asyncio.run(run())
+async def test_a_finished_session_frees_its_models(tmp_path: Path) -> None:
+    async with running_server(tmp_path) as (app, backend, _):
+        client = await Client(app).open()
+        model = await client.create_model()
+        done = await client.post(f"sessions/{client.session}/finish", {"reason": {"type": "success"}})
+        assert done.status == 204
+        async with asyncio.timeout(60):
+            while ("remove", model) not in backend.calls:
+                await asyncio.sleep(0.01)
+        assert (await client.post("session_heartbeat", {"session_id": client.session})).status == 410
 
 
 def test_checkpoint_is_deleted_after_its_time_to_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,17 +16,19 @@ import torch.distributed as dist
 
 from postlude.generate.sampling_params import SamplingParams
 from postlude.hf.load import load_tokenizer
-from postlude.tinker.backend import ModelLost, PassRequest, SampleRequest
-from postlude.tinker.datums import read_pass
-from postlude.tinker.messages import (
-    Call,
-    Cancel,
+from postlude.tinker.backend import (
     CloseSampler,
     CreateModel,
+    ModelLost,
     OpenSampler,
+    OptimStep,
+    PassRequest,
+    SampleRequest,
     SaveForSampler,
     SnapshotSampler,
 )
+from postlude.tinker.datums import read_pass
+from postlude.tinker.messages import Call, Cancel
 from postlude.tinker.rank_models import RankModels, check_memory
 from postlude.tinker.settings import WorkerSettings
 from tests.conftest import Ranks
@@ -42,49 +44,40 @@ async def create_full(client: Client, number: int = 0) -> Reply:
     return await client.post("create_model", body)
 
 
-def test_full_models_over_limit_are_refused_until_one_ends(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with running_server(tmp_path, full_models=1) as (app, _, _service):
-            first, second = await Client(app).open(), await Client(app, "tml-two").open()
-            model = (await first.result((await create_full(first)).json["request_id"]))["model_id"]
-            assert (await first.post("get_info", {"model_id": model})).json["is_lora"] is False
-            refused = await create_full(second)
-            assert refused.status == 400
-            assert "all weights of 1 models are being trained" in refused.json["error"]
-            assert "--max-full-models" in refused.json["error"]
-            assert await second.create_model(1)  # adapters are still taken
-            assert (await second.post("get_info", {"model_id": model})).status == 404
-            await first.post(f"sessions/{first.session}/finish", {"reason": {"type": "success"}})
-            async with asyncio.timeout(5):
-                while (reply := await create_full(second)).status != 200:
-                    await asyncio.sleep(0.01)
-            assert "model_id" in await second.result(reply.json["request_id"])
-
-    asyncio.run(run())
+async def test_full_models_over_limit_are_refused_until_one_ends(tmp_path: Path) -> None:
+    async with running_server(tmp_path, full_models=1) as (app, _, _service):
+        first, second = await Client(app).open(), await Client(app, "tml-two").open()
+        model = (await first.result((await create_full(first)).json["request_id"]))["model_id"]
+        assert (await first.post("get_info", {"model_id": model})).json["is_lora"] is False
+        refused = await create_full(second)
+        assert refused.status == 400
+        assert "all weights of 1 models are being trained" in refused.json["error"]
+        assert "--max-full-models" in refused.json["error"]
+        assert await second.create_model(1)  # adapters are still taken
+        assert (await second.post("get_info", {"model_id": model})).status == 404
+        await first.post(f"sessions/{first.session}/finish", {"reason": {"type": "success"}})
+        async with asyncio.timeout(5):
+            while (reply := await create_full(second)).status != 200:
+                await asyncio.sleep(0.01)
+        assert "model_id" in await second.result(reply.json["request_id"])
 
 
-def test_max_full_models_0_refuses_full_models(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with running_server(tmp_path, full_models=0) as (app, _, _service):
-            refused = await create_full(await Client(app).open())
-            assert (refused.status, "--max-full-models 0" in refused.json["error"]) == (400, True)
-
-    asyncio.run(run())
+async def test_max_full_models_0_refuses_full_models(tmp_path: Path) -> None:
+    async with running_server(tmp_path, full_models=0) as (app, _, _service):
+        refused = await create_full(await Client(app).open())
+        assert (refused.status, "--max-full-models 0" in refused.json["error"]) == (400, True)
 
 
-def test_full_model_that_does_not_fit_gives_clear_error_and_frees_its_slot(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with running_server(tmp_path) as (app, backend, _):
-            client = await Client(app).open()
-            backend.failure = ValueError("training all weights needs 16 GiB")
-            failed = await client.result((await create_full(client)).json["request_id"])
-            assert failed == {"error": "training all weights needs 16 GiB", "category": "user"}
-            async with asyncio.timeout(5):
-                while (reply := await create_full(client, 1)).status != 200:
-                    await asyncio.sleep(0.01)
-            assert "model_id" in await client.result(reply.json["request_id"])
-
-    asyncio.run(run())
+async def test_full_model_that_does_not_fit_gives_clear_error_and_frees_its_slot(tmp_path: Path) -> None:
+    async with running_server(tmp_path) as (app, backend, _):
+        client = await Client(app).open()
+        backend.failure = ValueError("training all weights needs 16 GiB")
+        failed = await client.result((await create_full(client)).json["request_id"])
+        assert failed == {"error": "training all weights needs 16 GiB", "category": "user"}
+        async with asyncio.timeout(5):
+            while (reply := await create_full(client, 1)).status != 200:
+                await asyncio.sleep(0.01)
+        assert "model_id" in await client.result(reply.json["request_id"])
 
 
 def test_full_checkpoint_loads_after_restart_and_not_into_adapter(tmp_path: Path) -> None:
@@ -113,22 +106,19 @@ def test_full_checkpoint_loads_after_restart_and_not_into_adapter(tmp_path: Path
     asyncio.run(after(*asyncio.run(before())))
 
 
-def test_oldest_full_model_sampler_is_closed_over_limit(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with running_server(tmp_path, full_snapshots=2) as (app, backend, _):
-            client = await Client(app).open()
-            model = (await client.result((await create_full(client)).json["request_id"]))["model_id"]
-            ids = []
-            for number in range(3):
-                body = {"model_id": model, "sampling_session_seq_id": number, "seq_id": number + 1}
-                ids.append((await client.call("save_weights_for_sampler", body))["sampling_session_id"])
-            assert list(backend.samplers) == ids[1:]
-            closed = await client.post("asample", sample(ids[0], 0))
-            assert closed.status == 410
-            assert "2 newer samplers" in closed.json["error"]
-            assert isinstance(await client.call("asample", sample(ids[2], 0)), bytes)
-
-    asyncio.run(run())
+async def test_oldest_full_model_sampler_is_closed_over_limit(tmp_path: Path) -> None:
+    async with running_server(tmp_path, full_snapshots=2) as (app, backend, _):
+        client = await Client(app).open()
+        model = (await client.result((await create_full(client)).json["request_id"]))["model_id"]
+        ids = []
+        for number in range(3):
+            body = {"model_id": model, "sampling_session_seq_id": number, "seq_id": number + 1}
+            ids.append((await client.call("save_weights_for_sampler", body))["sampling_session_id"])
+        assert list(backend.samplers) == ids[1:]
+        closed = await client.post("asample", sample(ids[0], 0))
+        assert closed.status == 410
+        assert "2 newer samplers" in closed.json["error"]
+        assert isinstance(await client.call("asample", sample(ids[2], 0)), bytes)
 
 
 SETTINGS = WorkerSettings(name="tiny", source="tiny-dense", budget=64, max_batch_tokens=512, device="cpu")
@@ -151,11 +141,12 @@ def failures(group: dist.ProcessGroup) -> list[Any]:
 
     models.models["full"].engine.training_state.optimizer.clipped_step = fail  # type: ignore[method-assign]
     with pytest.raises(ModelLost) as lost:
-        models.optim_step("full", ADAM)
+        models.run(OptimStep("full", ADAM))
     with pytest.raises(ValueError, match="there is no model 'full'"):
         models.run_pass("full", request)
-    step = models.optim_step("one", ADAM)
+    step = models.run(OptimStep("one", ADAM))
     models.create_model("full", SPECS["full"])  # there is room for another
+    assert step is not None
     return [str(refused.value), str(lost.value), models.refusal, step["step"]]
 
 
@@ -186,8 +177,7 @@ def sample_in_turn(group: dist.ProcessGroup) -> dict[str, Any]:
         together = [call.sample(name, request) for name in names]
         yield together
         results["alone"], results["together"] = (
-            [replies[sample_call.call_id].sequences[0].tokens.tolist() for sample_call in calls]
-            for calls in (alone, together)
+            [replies[sample_call.call_id].completions[0].tokens for sample_call in calls] for calls in (alone, together)
         )
         running = call.sample("step 0", request, streamed=True)
         yield [running, call(CloseSampler, sampler_id="step 0"), call.sample("step 1", request)]

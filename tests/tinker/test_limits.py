@@ -60,13 +60,10 @@ def test_a_client_cannot_write_lines_of_the_log(tmp_path: Path, log: io.StringIO
     assert all(line.isprintable() for line in lines)
 
 
-def test_a_link_with_a_signature_of_other_letters_is_refused(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with running_server(tmp_path) as (app, _, _service):
-            for query in ("signature=%C3%A9&expires=99999999999", "signature=%00", "expires=%C2%B2"):
-                assert (await request(app, "GET", f"/api/v1/files/a/b/c?{query}", key=None)).status == 403
-
-    asyncio.run(run())
+async def test_a_link_with_a_signature_of_other_letters_is_refused(tmp_path: Path) -> None:
+    async with running_server(tmp_path) as (app, _, _service):
+        for query in ("signature=%C3%A9&expires=99999999999", "signature=%00", "expires=%C2%B2"):
+            assert (await request(app, "GET", f"/api/v1/files/a/b/c?{query}", key=None)).status == 403
 
 
 @pytest.mark.parametrize(
@@ -81,66 +78,55 @@ def test_a_link_with_a_signature_of_other_letters_is_refused(tmp_path: Path) -> 
         ({"user_metadata": {"a": "b" * 10_000}}, 200),
     ],
 )
-def test_what_is_saved_of_a_session_has_a_limit(tmp_path: Path, fields: dict[str, Any], status: int) -> None:
-    async def run() -> None:
-        async with running_server(tmp_path) as (app, _, service):
-            assert (await request(app, "POST", "/api/v1/create_session", fields)).status == status
-            assert len(service.state.sessions) == (status == 200)
-
-    asyncio.run(run())
+async def test_what_is_saved_of_a_session_has_a_limit(tmp_path: Path, fields: dict[str, Any], status: int) -> None:
+    async with running_server(tmp_path) as (app, _, service):
+        assert (await request(app, "POST", "/api/v1/create_session", fields)).status == status
+        assert len(service.state.sessions) == (status == 200)
 
 
-def test_finished_sessions_are_deleted_after_a_time(tmp_path: Path) -> None:
-    async def run() -> None:
-        limits = {"session_seconds": 0.04, "finished_seconds": 0.0}
-        async with running_server(tmp_path, **limits) as (app, _, service):
-            client = await Client(app).open()
-            saved, unsaved = await client.create_model(0), await client.create_model(1)
-            await client.call("save_weights", {"model_id": saved, "path": "a", "seq_id": 1})
-            await client.post(f"sessions/{client.session}/finish", {})
-            async with asyncio.timeout(10):
-                while service.state.sessions:
-                    await asyncio.sleep(0.01)
-            assert list((tmp_path / "sessions").iterdir()) == []
-            assert [path.name for path in (tmp_path / "runs").iterdir()] == [saved] == list(service.state.runs)
-            assert (await client.get(f"training_runs/{unsaved}")).status == 404
-            assert len((await client.get("checkpoints")).json["checkpoints"]) == 1
-
-    asyncio.run(run())
+async def test_finished_sessions_are_deleted_after_a_time(tmp_path: Path) -> None:
+    limits = {"session_seconds": 300.0, "gap_seconds": 0.04, "finished_seconds": 0.0}  # sweeps every 0.01 s
+    async with running_server(tmp_path, **limits) as (app, _, service):
+        client = await Client(app).open()
+        saved, unsaved = await client.create_model(0), await client.create_model(1)
+        await client.call("save_weights", {"model_id": saved, "path": "a", "seq_id": 1})
+        await client.post(f"sessions/{client.session}/finish", {})
+        service.sessions[client.session].heartbeat -= 300
+        async with asyncio.timeout(60):
+            while service.state.sessions:
+                await asyncio.sleep(0.01)
+        assert list((tmp_path / "sessions").iterdir()) == []
+        assert [path.name for path in (tmp_path / "runs").iterdir()] == [saved] == list(service.state.runs)
+        assert (await client.get(f"training_runs/{unsaved}")).status == 404
+        assert len((await client.get("checkpoints")).json["checkpoints"]) == 1
 
 
-def test_one_key_cannot_have_all_models(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with running_server(tmp_path, models=3, models_per_key=2) as (app, _, _service):
-            first, second = await Client(app).open(), await Client(app, "tml-two").open()
-            for number in range(2):
-                await first.create_model(number)
-            body = {"session_id": first.session, "model_seq_id": 2, "base_model": BASE, "lora_config": {"rank": 4}}
-            refused = await first.post("create_model", body)
-            assert (refused.status, "--max-models-per-key" in refused.json["error"]) == (400, True)
-            await second.create_model()
-
-    asyncio.run(run())
+async def test_one_key_cannot_have_all_models(tmp_path: Path) -> None:
+    async with running_server(tmp_path, models=3, models_per_key=2) as (app, _, _service):
+        first, second = await Client(app).open(), await Client(app, "tml-two").open()
+        for number in range(2):
+            await first.create_model(number)
+        body = {"session_id": first.session, "model_seq_id": 2, "base_model": BASE, "lora_config": {"rank": 4}}
+        refused = await first.post("create_model", body)
+        assert (refused.status, "--max-models-per-key" in refused.json["error"]) == (400, True)
+        await second.create_model()
 
 
-def test_one_key_cannot_fill_the_queue_or_push_out_results_of_others(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with running_server(tmp_path, queued_bytes_per_key=1000) as (app, _, _service):
-            first, second = await Client(app).open(), await Client(app, "tml-two").open()
-            for client, status in ((first, 429), (second, 200)):
-                model = await client.create_model()
-                headers = {"content_type": PROTOBUF}
-                for number in (3, 4):  # which wait for 1
-                    body = pass_body(model, number, *([1.0] * (20 if client is first else 1)))
-                    reply = await client.post("forward_backward", body, **headers)
-                assert reply.status == status
-        futures = FutureStore(Limits(result_bytes=300))
-        for name, owner, size in (("one", "a", 100), ("two", "b", 150), ("three", "b", 150)):
-            futures.add(name, owner, "sample", b"").succeed(b" " * size)
-        futures.drop_old()
-        assert [futures.get(name) is not None for name in ("one", "two", "three")] == [True, False, True]
-
-    asyncio.run(run())
+async def test_one_key_cannot_fill_the_queue_or_push_out_results_of_others(tmp_path: Path) -> None:
+    async with running_server(tmp_path, queued_bytes_per_key=1000) as (app, _, _service):
+        first, second = await Client(app).open(), await Client(app, "tml-two").open()
+        for client, status in ((first, 429), (second, 200)):
+            model = await client.create_model()
+            headers = {"content_type": PROTOBUF}
+            for number in (3, 4):  # which wait for 1
+                body = pass_body(model, number, *([1.0] * (20 if client is first else 1)))
+                reply = await client.post("forward_backward", body, **headers)
+            assert reply.status == status
+    futures = FutureStore(Limits(result_bytes=300))
+    for name, owner, size in (("one", "a", 100), ("two", "b", 150), ("three", "b", 150)):
+        futures.add(name, owner, "sample", b"").succeed(b" " * size)
+    futures.drop_old()
+    assert [futures.get(name) is not None for name in ("one", "two", "three")] == [True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -154,35 +140,32 @@ def test_one_key_cannot_fill_the_queue_or_push_out_results_of_others(tmp_path: P
     ],
     ids=["nothing", "half a head", "a long head", "no HTTP", "half a body of a refused request"],
 )
-def test_a_connection_without_a_whole_request_is_closed(
+async def test_a_connection_without_a_whole_request_is_closed(
     monkeypatch: pytest.MonkeyPatch, sent: bytes, reply: bytes
 ) -> None:
     if len(sent) < 70_000:
-        monkeypatch.setattr("postlude.serving.http.connection.HEAD_SECONDS", 0.05)
-        monkeypatch.setattr("postlude.serving.http.connection.DRAIN_SECONDS", 0.05)
+        monkeypatch.setattr("postlude.serving.http.connection.HEAD_SECONDS", 0.2)
+        monkeypatch.setattr("postlude.serving.http.connection.DRAIN_SECONDS", 0.2)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.3)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body"})
 
-    async def run() -> None:
-        config = uvicorn.Config(app, http=HTTPConnection, port=0, lifespan="off", log_config=None)
-        server = uvicorn.Server(config)
-        task = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200"), "a reply may take longer"
-        writer.close()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(sent)
-        received = await asyncio.wait_for(reader.read(), 5)
-        assert received.startswith(reply)
-        assert bool(received) == bool(reply)
-        server.should_exit = True
-        await task
-
-    asyncio.run(run())
+    config = uvicorn.Config(app, http=HTTPConnection, port=0, lifespan="off", log_config=None)
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200"), "a reply may take longer"
+    writer.close()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    received = await asyncio.wait_for(reader.read(), 60)
+    assert received.startswith(reply)
+    assert bool(received) == bool(reply)
+    server.should_exit = True
+    await task

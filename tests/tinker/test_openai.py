@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -34,62 +33,67 @@ def events(reply: Reply) -> list[Any]:
 
 
 @pytest.mark.parametrize("prefix", ["/v1", "/oai/api/v1"])
-def test_completions_and_chat_with_saved_weights_and_base_model(tmp_path: Path, prefix: str) -> None:
-    async def run() -> None:
-        async with running_server(tmp_path, FakeBackend("tiny-dense")) as (app, backend, _service):
-            path = await saved_weights(app)
-            body = {"model": path, "prompt": "ab", "max_tokens": 3, "logprobs": 0, "n": 2}
-            reply = await post(app, f"{prefix}/completions", body | {"min_p": 0.25, "top_k": 5})
-            assert reply.status == 200, reply.body
-            sampling = backend.calls[-1][2].sampling
-            assert (sampling.max_new_tokens, sampling.min_p, sampling.top_k) == (3, 0.25, 5)
-            choices = reply.json["choices"]
-            assert [choice["logprobs"]["token_logprobs"] for choice in choices] == [[-2.0] * 3] * 2
-            assert choices[0]["text"]
-            assert reply.json["usage"]["completion_tokens"] == 6
-            base = await post(app, f"{prefix}/completions", body | {"model": BASE})
-            assert base.json["choices"][0]["logprobs"]["token_logprobs"] == [-0.0] * 3
-            streamed = events(await post(app, f"{prefix}/completions", body | {"stream": True, "n": 1}))
-            assert "".join(choice["text"] for event in streamed for choice in event["choices"]) == choices[0]["text"]
-            assert streamed[-1]["choices"][0]["finish_reason"] == "length"
-            chat = {"model": path, "messages": [{"role": "user", "content": "ab"}], "max_tokens": 3}
-            reply = await post(app, f"{prefix}/chat/completions", chat)
-            assert reply.status == 200, reply.body
-            streamed = events(await post(app, f"{prefix}/chat/completions", chat | {"stream": True}))
-            deltas = [choice["delta"].get("content", "") for event in streamed for choice in event["choices"]]
-            assert "".join(deltas) == reply.json["choices"][0]["message"]["content"]
-            models = await request(app, "GET", f"{prefix}/models")
-            assert {BASE, path} <= {model["id"] for model in models.json["data"]}
-            for name in (BASE, path):
-                assert (await request(app, "GET", f"{prefix}/models/{name}")).json["id"] == name
-            for unknown in ("models/nobody", "embeddings"):
-                reply = await request(app, "GET", f"{prefix}/{unknown}")
-                assert (reply.status, reply.json["error"]["type"]) == (404, "invalid_request_error")
+async def test_completions_and_chat_with_saved_weights_and_base_model(tmp_path: Path, prefix: str) -> None:
+    async with running_server(tmp_path, FakeBackend("tiny-dense")) as (app, backend, _service):
+        path = await saved_weights(app)
+        body = {"model": path, "prompt": "ab", "max_tokens": 3, "logprobs": 0, "n": 2}
+        reply = await post(app, f"{prefix}/completions", body | {"min_p": 0.25, "top_k": 5})
+        assert reply.status == 200, reply.body
+        sampling = backend.calls[-1][2].sampling
+        assert (sampling.max_new_tokens, sampling.min_p, sampling.top_k) == (3, 0.25, 5)
+        choices = reply.json["choices"]
+        assert [choice["logprobs"]["token_logprobs"] for choice in choices] == [[-2.0] * 3] * 2
+        assert choices[0]["text"]
+        assert reply.json["usage"]["completion_tokens"] == 6
+        base = await post(app, f"{prefix}/completions", body | {"model": BASE})
+        assert base.json["choices"][0]["logprobs"]["token_logprobs"] == [-0.0] * 3
+        streamed = events(await post(app, f"{prefix}/completions", body | {"stream": True, "n": 1}))
+        assert "".join(choice["text"] for event in streamed for choice in event["choices"]) == choices[0]["text"]
+        assert streamed[-1]["choices"][0]["finish_reason"] == "length"
+        chat = {"model": path, "messages": [{"role": "user", "content": "ab"}], "max_tokens": 3}
+        reply = await post(app, f"{prefix}/chat/completions", chat)
+        assert reply.status == 200, reply.body
+        streamed = events(await post(app, f"{prefix}/chat/completions", chat | {"stream": True}))
+        deltas = [choice["delta"].get("content", "") for event in streamed for choice in event["choices"]]
+        assert "".join(deltas) == reply.json["choices"][0]["message"]["content"]
+        text = reply.json["choices"][0]["message"]["content"]
+        message = await post(app, f"{prefix}/messages", chat)
+        assert message.json["content"] == [{"type": "text", "text": text}]
+        response = await post(app, f"{prefix}/responses", {"model": path, "input": "ab", "max_output_tokens": 3})
+        assert response.json["output"][0]["content"][0]["text"] == text
+        refused = await post(app, f"{prefix}/messages", chat | {"max_tokens": 0})
+        assert (refused.status, refused.json["type"], refused.json["error"]["type"]) == (
+            400,
+            "error",
+            "invalid_request_error",
+        )
+        models = await request(app, "GET", f"{prefix}/models")
+        assert {BASE, path} <= {model["id"] for model in models.json["data"]}
+        for name in (BASE, path):
+            assert (await request(app, "GET", f"{prefix}/models/{name}")).json["id"] == name
+        for unknown in ("models/nobody", "embeddings"):
+            reply = await request(app, "GET", f"{prefix}/{unknown}")
+            assert (reply.status, reply.json["error"]["type"]) == (404, "invalid_request_error")
 
-    asyncio.run(run())
 
-
-def test_invalid_request_gets_openai_error(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with running_server(tmp_path, FakeBackend("tiny-dense")) as (app, _, _service):
-            path = await saved_weights(app)
-            body = {"model": path, "prompt": "ab", "max_tokens": 3}
-            for change, status, sentence in (
-                ({"model": "nobody/nothing"}, 404, "there is no base model"),
-                ({"model": 3}, 400, "give a base model"),
-                ({"model": path + "b"}, 404, "there is no checkpoint"),
-                ({"max_tokens": 1000}, 400, "has room for 62"),
-                ({"prompt": [1, 999]}, 400, "has token 999"),
-                ({"temperature": -1, "stream": True}, 400, "temperature=-1"),
-            ):
-                reply = await post(app, "/v1/completions", body | change)
-                assert (reply.status, reply.json["error"]["type"]) == (status, "invalid_request_error")
-                assert sentence in reply.json["error"]["message"]
-                assert reply.json["error"]["code"] == ("model_not_found" if status == 404 else None)
-            other = await post(app, "/v1/completions", body, key="tml-two")
-            assert other.status == 404
-            nested = await post(app, "/v1/completions", b'{"model":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
-            assert (nested.status, "is nested too deeply" in nested.json["error"]["message"]) == (400, True)
-            assert (await request(app, "POST", "/v1/completions", body, key=None)).status == 401
-
-    asyncio.run(run())
+async def test_invalid_request_gets_openai_error(tmp_path: Path) -> None:
+    async with running_server(tmp_path, FakeBackend("tiny-dense")) as (app, _, _service):
+        path = await saved_weights(app)
+        body = {"model": path, "prompt": "ab", "max_tokens": 3}
+        for change, status, sentence in (
+            ({"model": "nobody/nothing"}, 404, "there is no base model"),
+            ({"model": 3}, 400, "give a base model"),
+            ({"model": path + "b"}, 404, "there is no checkpoint"),
+            ({"max_tokens": 1000}, 400, "has room for 62"),
+            ({"prompt": [1, 999]}, 400, "has token 999"),
+            ({"temperature": -1, "stream": True}, 400, "temperature=-1"),
+        ):
+            reply = await post(app, "/v1/completions", body | change)
+            assert (reply.status, reply.json["error"]["type"]) == (status, "invalid_request_error")
+            assert sentence in reply.json["error"]["message"]
+            assert reply.json["error"]["code"] == ("model_not_found" if status == 404 else None)
+        other = await post(app, "/v1/completions", body, key="tml-two")
+        assert other.status == 404
+        nested = await post(app, "/v1/completions", b'{"model":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+        assert (nested.status, "is nested too deeply" in nested.json["error"]["message"]) == (400, True)
+        assert (await request(app, "POST", "/v1/completions", body, key=None)).status == 401

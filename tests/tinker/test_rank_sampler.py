@@ -50,7 +50,7 @@ def test_a_client_with_many_prompts_to_score_does_not_hold_up_another(sampler: R
     assert len(finished) <= 3, "one of the noisy client's was before it, and one ran while it was sampled"
     finished |= run(sampler, lambda finished: not sampler.busy)
     assert len(finished) == NOISY_CALLS + 1
-    first, *others = (finished[number].prompt_logprobs for number in range(NOISY_CALLS + 1))  # type: ignore[attr-defined]
+    first, *others = (finished[number].prompt.logprobs for number in range(NOISY_CALLS + 1))  # type: ignore[attr-defined]
     assert all(np.array_equal(first, other, equal_nan=True) for other in others)
 
 

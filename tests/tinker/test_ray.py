@@ -15,7 +15,7 @@ import pytest
 
 from postlude.generate.sampling_params import SamplingParams
 from postlude.layout import Layout
-from postlude.tinker.backend import ModelLost, PassRequest, SampleRequest
+from postlude.tinker.backend import ForwardBackward, ModelLost, OptimStep, PassRequest, SampleRequest, SnapshotSampler
 from postlude.tinker.engine_backend import EngineBackend
 
 from .test_worker import ADAM, SPECS, data
@@ -30,24 +30,24 @@ pytestmark = [
 async def train(backend: EngineBackend, name: str) -> list[Any]:
     """Returns log-probs and samples after one step."""
     await backend.create_model(name, SPECS["one"])
-    await backend.forward_backward(name, PassRequest(data(1), "cross_entropy", {}, forward_only=False))
-    await backend.optim_step(name, ADAM)
-    scored = await backend.forward_backward(name, PassRequest(data(2), "cross_entropy", {}, forward_only=True))
-    await backend.snapshot_sampler(name, f"{name}-sampler")
+    await backend.train(ForwardBackward(name, PassRequest(data(1), "cross_entropy", {}, forward_only=False)))
+    await backend.train(OptimStep(name, ADAM))
+    scored = await backend.train(ForwardBackward(name, PassRequest(data(2), "cross_entropy", {}, forward_only=True)))
+    await backend.train(SnapshotSampler(name, f"{name}-sampler"))
     request = SampleRequest(
         np.arange(60, 72, dtype=np.int32), SamplingParams(max_new_tokens=6, seed=3, ignore_eos=True)
     )
     sampled = await backend.sample(f"{name}-sampler", request)
     return [
         np.concatenate([output["logprobs"] for output in scored.loss_fn_outputs]),
-        sampled.sequences[0].tokens.tolist(),
+        sampled.completions[0].tokens,
     ]
 
 
 async def use_until_lost(backend: EngineBackend, name: str) -> NoReturn:
     while True:
         try:
-            await backend.forward_backward(name, PassRequest(data(1), "cross_entropy", {}, forward_only=True))
+            await backend.train(ForwardBackward(name, PassRequest(data(1), "cross_entropy", {}, forward_only=True)))
         except ModelLost:
             raise
         except RuntimeError:  # of the call that ran when the rank was killed: its connection to the others ended

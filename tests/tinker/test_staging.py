@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from postlude.tinker import worker_process
-from postlude.tinker.backend import AdamParams, ModelLost, PassRequest
+from postlude.tinker.backend import AdamParams, ForwardBackward, ModelLost, OptimStep, PassRequest
 from postlude.tinker.engine_backend import EngineBackend
-from postlude.tinker.messages import RAN, RESULT, Call, Cancel, ForwardBackward, OptimStep, StagePass, UnstagePass
+from postlude.tinker.messages import RAN, RESULT, Call, Cancel, StagePass
 from postlude.tinker.rank_connection import RankConnection, StagedPasses
 
 from .test_worker import SPECS, data
@@ -47,7 +47,7 @@ def test_calls_keep_order_and_earlier_passes_are_staged(connection_pair: tuple[C
     connection_pair[1].send(
         [StagePass(0, PASS), StagePass(1, replace(PASS, loss_fn="unknown")), StagePass(2, PASS), first]
     )
-    connection_pair[1].send([UnstagePass(2), second])
+    connection_pair[1].send([StagePass(2, None), second])
     connection_pair[1].send([Cancel(4), None])
     with RankConnection(connection_pair[0], staged) as connection:
         assert connection.recv() == first
@@ -98,44 +98,41 @@ def test_result_that_cannot_be_pickled_raises(connection_pair: tuple[Connection,
 
 
 @pytest.mark.slow  # ranks start twice: the second time after a kill
-def test_staged_passes_equal_unstaged_and_are_lost_with_their_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        others = multiprocessing.active_children()
-        backend = EngineBackend(["tiny=tiny-dense"], device="cpu", budget=64, max_batch_tokens=512)
-        await backend.start()
-        try:
-            await backend.create_model("one", SPECS["one"])
-            expected = logprobs(await backend.forward_backward("one", PASS))
-            backend.stage("one", PASS)
-            backend.unstage(PASS)
-            assert np.array_equal(logprobs(await backend.forward_backward("one", PASS)), expected)
-            requests = [PASS, replace(PASS, loss_fn="unknown"), replace(PASS, data=data(2)), replace(PASS)]
-            monkeypatch.setattr(worker_process, "STAGED_BYTES", 3 * PASS.size)
-            for request in requests:
-                backend.stage("one", request)  # the last one is beyond the limit
-            backend.unstage(requests[2])
-            assert np.array_equal(logprobs(await backend.forward_backward("one", requests[0])), expected)
-            with pytest.raises(ValueError, match="loss_fn is 'unknown', but the losses here are"):
-                await backend.forward_backward("one", requests[1])
-            assert np.array_equal(logprobs(await backend.forward_backward("one", requests[3])), expected)
-            backend.stage("one", requests[2])  # there is room again
-            (process,) = (child for child in multiprocessing.active_children() if child not in others)
-            os.kill(process.pid or 0, signal.SIGSTOP)  # so that it is killed before it can reply
-            running = asyncio.create_task(backend.forward_backward("one", PASS))
-            await asyncio.sleep(0)
-            os.kill(process.pid or 0, signal.SIGKILL)
-            for lost in (running, backend.forward_backward("one", requests[2])):
-                with pytest.raises(ModelLost, match="its process was killed"):
-                    await lost
-            backend.stage("one", PASS)  # which is lost
-            await backend.create_model("two", SPECS["one"])
-            for request in requests[:2]:
-                backend.stage("two", request)
-            assert np.array_equal(logprobs(await backend.forward_backward("two", PASS)), expected)
-        finally:
-            await backend.stop()
-
-    asyncio.run(run())
+async def test_staged_passes_equal_unstaged_and_are_lost_with_their_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = multiprocessing.active_children()
+    backend = EngineBackend(["tiny=tiny-dense"], device="cpu", budget=64, max_batch_tokens=512)
+    await backend.start()
+    try:
+        await backend.create_model("one", SPECS["one"])
+        expected = logprobs(await backend.train(ForwardBackward("one", PASS)))
+        backend.stage("one", PASS)
+        backend.unstage(PASS)
+        assert np.array_equal(logprobs(await backend.train(ForwardBackward("one", PASS))), expected)
+        requests = [PASS, replace(PASS, loss_fn="unknown"), replace(PASS, data=data(2)), replace(PASS)]
+        monkeypatch.setattr(worker_process, "STAGED_BYTES", 3 * PASS.size)
+        for request in requests:
+            backend.stage("one", request)  # the last one is beyond the limit
+        backend.unstage(requests[2])
+        assert np.array_equal(logprobs(await backend.train(ForwardBackward("one", requests[0]))), expected)
+        with pytest.raises(ValueError, match="loss_fn is 'unknown', but the losses here are"):
+            await backend.train(ForwardBackward("one", requests[1]))
+        assert np.array_equal(logprobs(await backend.train(ForwardBackward("one", requests[3]))), expected)
+        backend.stage("one", requests[2])  # there is room again
+        (process,) = (child for child in multiprocessing.active_children() if child not in others)
+        os.kill(process.pid or 0, signal.SIGSTOP)  # so that it is killed before it can reply
+        running = asyncio.create_task(backend.train(ForwardBackward("one", PASS)))
+        await asyncio.sleep(0)
+        os.kill(process.pid or 0, signal.SIGKILL)
+        for lost in (running, backend.train(ForwardBackward("one", requests[2]))):
+            with pytest.raises(ModelLost, match="its process was killed"):
+                await lost
+        backend.stage("one", PASS)  # which is lost
+        await backend.create_model("two", SPECS["one"])
+        for request in requests[:2]:
+            backend.stage("two", request)
+        assert np.array_equal(logprobs(await backend.train(ForwardBackward("two", PASS))), expected)
+    finally:
+        await backend.stop()
 
 
 def logprobs(result: Any) -> Any:

@@ -15,13 +15,14 @@ from urllib.parse import quote
 from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from postlude.serving.http.access import Keys
 from postlude.serving.http.errors import HTTPError
-from postlude.serving.http.replies import JSONReply
+from postlude.serving.http.metrics import METRICS, metrics_reply
+from postlude.serving.http.replies import JSONReply, ReplyFormat
 from postlude.serving.http.requests import JSON as JSON_TYPE
 from postlude.serving.http.requests import BodyTooLarge, read_body
 from postlude.serving.request_body import parse
@@ -36,18 +37,14 @@ from postlude.tinker.training import OperationRole
 LOG = logging.getLogger("postlude")
 API = "/api/v1"
 PROTOBUF = "application/x-protobuf"
-OPEN = f"{API}/healthz"  # needs no key
+HEALTH = f"{API}/healthz"  # needs no key
 URL_SECONDS = 3600  # how long a link to a file works
 HEAD_BYTES = 1024  # of a request that is too large, to find out which one it is
 HandlerReply = Response | JSON | Future | None
 HandlerResult = HandlerReply | Awaitable[HandlerReply]
 Handler = Callable[[Request, str], HandlerResult]
 Schema = TypeVar("Schema", bound=BaseModel)
-
-
-def error_response(error: HTTPError) -> Response:
-    """Returns the reply of a refused request."""
-    return JSONReply({"error": str(error)}, status_code=error.status, headers=error.headers)
+TINKER = ReplyFormat(lambda error: {"error": str(error)})
 
 
 class TinkerApp:
@@ -57,7 +54,7 @@ class TinkerApp:
         self.service, self._keys, self._compress = service, keys, compress
         self._models, self._records = ModelRequests(service), Records(service)
         self._secret = secrets.token_bytes(32)  # signs links to files
-        self._versions: set[str] = set()
+        self._user_agents: set[str] = set()
 
     def build(self, extra_routes: Sequence[Route] = ()) -> Starlette:
         """Returns the application, with the service running while it is up. `extra_routes` are added to ours."""
@@ -121,44 +118,39 @@ class TinkerApp:
             for method, handlers in table.items()
             for path, handler in handlers.items()
         ]
-        routes.append(Route(OPEN, self._health, methods=["GET"]))
+        routes.append(Route(HEALTH, self._health, methods=["GET"]))
+        routes.append(Route(METRICS, self._metrics, methods=["GET"]))
         routes.append(Route(API + "/files/{run}/{name}/{file:path}", self._file, methods=["GET"]))
-        routes.append(Route(API + "/{path:path}", self.endpoint(self._unknown), methods=list(table)))
+        routes.append(Route(API + "/{path:path}", self.endpoint(self.unknown), methods=list(table)))
         return routes
 
-    def endpoint(
-        self, handler: Handler, error_reply: Callable[[HTTPError], Response] = error_response
-    ) -> Callable[[Request], Awaitable[Response]]:
+    def endpoint(self, handler: Handler, form: ReplyFormat = TINKER) -> Callable[[Request], Awaitable[Response]]:
         """Returns a handler with keys checked and errors turned into replies."""
 
-        async def endpoint(request: Request) -> Response:
+        async def reply(request: Request) -> Response:
+            owner = self._owner(request)
+            self._log_user_agent(request.headers)
             try:
-                owner = self._owner(request)
-                self._log_version(request.headers)
-                reply = handler(request, owner)
-                if isawaitable(reply):
-                    reply = await reply
-            except HTTPError as error:
-                return error_reply(error)
+                result = handler(request, owner)
+                if isawaitable(result):
+                    result = await result
             except (ValueError, TypeError, OverflowError) as error:
-                return error_reply(HTTPError(400, str(error)))
-            except ClientDisconnect:
-                return Response(status_code=400)
-            except Exception as error:
-                LOG.exception("%s %s failed", request.method, request.url.path)
-                return error_reply(HTTPError(500, f"the request failed: {error!r}."))
-            if reply is None:
+                raise HTTPError(400, str(error)) from error
+            if result is None:
                 return Response(status_code=204)
-            if isinstance(reply, Future):  # its result is fetched later
-                reply = {"request_id": reply.request_id} | reply.reply
-            return reply if isinstance(reply, Response) else JSONReply(reply)
+            if isinstance(result, Future):  # its result is fetched later
+                result = {"request_id": result.request_id} | result.reply
+            return await form.reply(result)
+
+        async def endpoint(request: Request) -> Response:
+            return await form.respond(request, reply(request))
 
         return endpoint
 
-    def _log_version(self, headers: Headers) -> None:
+    def _log_user_agent(self, headers: Headers) -> None:
         agent = headers.get("user-agent", "")[:80]
-        if agent not in self._versions and len(self._versions) < 100:
-            self._versions.add(agent)
+        if agent not in self._user_agents and len(self._user_agents) < 100:
+            self._user_agents.add(agent)
             LOG.info("first request of %s", agent or "a client without a name")
 
     def _owner(self, request: Request) -> str:
@@ -190,7 +182,7 @@ class TinkerApp:
         return body
 
     async def _refuse_large(self, request: Request, head: bytes) -> None:
-        """Lets a pass that is too large fail in its turn: the requests after it would wait for it."""
+        """Lets a pass that is too large also fail in its turn, since later requests of its model wait for it."""
         named = wire.head_of_forward_backward(head) if request.url.path == f"{API}/forward_backward" else None
         model = self.service.training.models.get(named[0]) if named is not None else None
         if named is not None and model is not None and model.owner == self._owner(request):
@@ -207,7 +199,7 @@ class TinkerApp:
         return handle
 
     def _training(self, schema: type[Schema], action: Callable[[str, Schema], Awaitable[Future]]) -> Handler:
-        """Does the same for training. A request that is wrong fails in its turn too: those after it wait for it."""
+        """Does the same for a training request. An invalid one also fails in its turn, since later ones wait for it."""
 
         async def handle(request: Request, owner: str) -> HandlerReply:
             raw, kind = await self.read(request), request.url.path.rpartition("/")[2]
@@ -236,7 +228,14 @@ class TinkerApp:
     async def _health(self, _: Request) -> Response:
         return JSONReply({"status": "ok"})
 
-    async def _unknown(self, request: Request, _: str) -> HandlerReply:
+    async def _metrics(self, request: Request) -> Response:
+        try:
+            self._keys.owner(request.headers)
+        except HTTPError as error:
+            return TINKER.error(error)
+        return metrics_reply(self.service.metrics.families())
+
+    async def unknown(self, request: Request, _: str) -> HandlerReply:
         raise HTTPError(404, f"{request.method} {request.url.path} is not supported by this server.")
 
     def _client_config(self, _: str, body: bodies.ClientConfigBody) -> HandlerReply:
@@ -319,7 +318,7 @@ class TinkerApp:
         except ValueError:
             file = None
         if file is None:
-            return error_response(HTTPError(403, "the link is wrong or has expired; ask for a new one."))
+            return TINKER.error(HTTPError(403, "the link is wrong or has expired; ask for a new one."))
         return FileResponse(file)
 
 

@@ -6,18 +6,18 @@ gradients, optimizer states and sampling. It is called from one asyncio event lo
 
 What the HTTP half guarantees:
 
-- Calls of one model run one at a time, in the order of their sequence numbers. Of all models of one base, at most one
-  training call runs at a time (all methods with a `model_id` are training calls). Models of one base take turns.
-- `sample` calls run at the same time as each other and as training calls. The backend batches them.
-- Model ids and sampler ids are opaque, unique text. A directory given to a `save_…` call exists and is empty; the HTTP
-  half renames it once the call has returned, so a save that fails half-way leaves nothing behind.
+- Commands of one model run one at a time, in the order of their sequence numbers, and so do those of all models of one
+  base, which take turns.
+- `sample` calls run at the same time as each other and as commands. The backend batches them.
+- Model ids and sampler ids are opaque, unique text. The directory of a save exists and is empty; the HTTP half renames
+  it once the command has returned, so a save that fails half-way leaves nothing behind.
 
 What a backend guarantees:
 
 - A ValueError or TypeError is the client's mistake: one sentence, and the model is as it was before the call.
 - `ModelLost` means that weights of the model that were not saved are gone, e.g. since a rank died. Other calls go on.
 - Any other exception is the server's fault. The model is as before the call, or `ModelLost` is raised from then on.
-- Cancelling the task of a `sample` call ends its generation. Training calls are never cancelled.
+- Cancelling the task of a `sample` call ends its generation. Commands are never cancelled.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from postlude.generate.protocol import Completion, Progress, SamplingUsage
 from postlude.generate.sampling_params import SamplingParams
 
 Int32Array = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 LossInput = NDArray[np.float32] | NDArray[np.int64]
-StopReason = Literal["stop", "length"]
+Result = TypeVar("Result")
 
 
 class ModelLost(RuntimeError):
@@ -141,7 +142,7 @@ class SampleRequest:
     target_prompt_tokens: NDArray[np.int64] | None = None
     """[len(prompt) - 1, K]: row i has the tokens whose log-prob is wanted at position i + 1; -1 asks for nothing."""
     client: tuple[str, ...] = ()
-    """Who asks: the key and the session. Requests that wait are begun with keys in turns, and sessions of a key."""
+    """Who asks: the key and the session. Keys take turns, and within the turns of a key its sessions."""
 
 
 @dataclass(frozen=True)
@@ -155,37 +156,128 @@ class TopK:
 
 
 @dataclass(frozen=True)
-class SampledSequence:
-    """One completion; the token that ended it is among its tokens."""
+class PromptScores:
+    """What a request asks about its prompt; None for what it does not ask."""
 
-    stop_reason: StopReason
-    tokens: Int32Array
-    logprobs: FloatArray
-    topk: TopK | None = None
-    text: str | None = None
-    """The tokens decoded without special ones, up to the stop string if one ended it; for OpenAI's routes."""
+    logprobs: FloatArray | None = None
+    """[N], NaN at position 0 and where it is not asked for."""
+    top: TopK | None = None
+    """[N, k]; empty at position 0 and where it is not asked for."""
+    targets: FloatArray | None = None
+    """[N - 1, K], from position 1 on; NaN where the target is -1."""
 
 
 @dataclass(frozen=True)
 class SampleResult:
     """The completions of one request, and what was asked about its prompt."""
 
-    sequences: Sequence[SampledSequence]
-    prompt_logprobs: FloatArray | None = None
-    """[prompt], NaN where there is none, as at position 0."""
-    topk_prompt: TopK | None = None
-    target_prompt_logprobs: FloatArray | None = None
-    """[len(prompt) - 1, K]; NaN where the token is -1."""
+    completions: Sequence[Completion]
+    topk_samples: Sequence[TopK] = ()
+    """The likeliest tokens of each completion, if they were asked for."""
+    prompt: PromptScores = field(default_factory=PromptScores)
     prompt_cache_hit_tokens: int = 0
 
 
-@dataclass(frozen=True)
-class SampleProgress:
-    """The tokens of completion `index` (from 0) since the last call, and their log-probs."""
+class TinkerCommand(Generic[Result]):
+    """What is asked of the ranks of a base model, and the type of what they return."""
 
-    index: int
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
+
+@dataclass(frozen=True)
+class TrainingCommand(TinkerCommand[Result]):
+    """A command about a model. Such commands, and those that open and close samplers, run one at a time, in order."""
+
+    model_id: str
+
+
+@dataclass(frozen=True)
+class CreateModel(TrainingCommand[None]):
+    """Makes a model with fresh adapters (or the base's weights), zero gradients and a fresh optimizer state.
+
+    A ValueError says that there is no memory to train all weights.
+    """
+
+    spec: ModelSpec
+
+
+@dataclass(frozen=True)
+class RemoveModel(TrainingCommand[None]):
+    """Frees a model. Unknown ids are ignored."""
+
+
+@dataclass(frozen=True)
+class ForwardBackward(TrainingCommand[ForwardBackwardResult]):
+    """Runs a pass. Adds its gradients to those of earlier passes, or with `forward_only` leaves them alone."""
+
+    request: PassRequest | int
+    """The pass; between the HTTP process and the ranks also the number of one that was staged."""
+
+
+@dataclass(frozen=True)
+class OptimStep(TrainingCommand[Mapping[str, float]]):
+    """Updates the weights with the accumulated gradients, then sets those to zero. Returns metrics (free names)."""
+
+    adam: AdamParams
+
+
+@dataclass(frozen=True)
+class DiscardGradients(TrainingCommand[None]):
+    """Sets the accumulated gradients to zero, if one pass of a step failed, so that no part of it is applied."""
+
+
+@dataclass(frozen=True)
+class SaveState(TrainingCommand[None]):
+    """Writes weights and optimizer state into an empty directory."""
+
+    directory: Path
+
+
+@dataclass(frozen=True)
+class LoadState(TrainingCommand[None]):
+    """Reads what `SaveState` wrote for a model with the same spec. Drops gradients.
+
+    Without `optimizer` the optimizer state is fresh.
+    """
+
+    directory: Path
+    optimizer: bool
+
+
+@dataclass(frozen=True)
+class SaveForSampler(TrainingCommand[None]):
+    """Writes the weights into an empty directory: a PEFT adapter, or for full training a Hugging Face model."""
+
+    directory: Path
+
+
+@dataclass(frozen=True)
+class SnapshotSampler(TrainingCommand[None]):
+    """Makes `sampler_id` sample the model's weights as they are now, unaffected by later steps. Not on disk."""
+
+    sampler_id: str
+
+
+@dataclass(frozen=True)
+class OpenSampler(TinkerCommand[None]):
+    """Makes `sampler_id` sample the weights of a directory that `SaveForSampler` wrote, or of the base model."""
+
+    sampler_id: str
+    directory: Path | None
+
+
+@dataclass(frozen=True)
+class CloseSampler(TinkerCommand[None]):
+    """Frees a sampler; its running requests end with an error. Unknown ids are ignored."""
+
+    sampler_id: str
+
+
+@dataclass(frozen=True)
+class SampleCommand(TinkerCommand[SampleResult]):
+    """Samples, at the same time as others."""
+
+    sampler_id: str
+    request: SampleRequest
+    streamed: bool
 
 
 class TinkerBackend(Protocol):
@@ -202,10 +294,10 @@ class TinkerBackend(Protocol):
         """Ends all work and frees everything."""
 
     async def create_model(self, model_id: str, spec: ModelSpec) -> None:
-        """Makes a model with fresh adapters (or the base's weights), zero gradients and a fresh optimizer state.
+        """Makes a model: see `CreateModel`."""
 
-        A ValueError says that there is no memory to train all weights.
-        """
+    async def remove_model(self, model_id: str) -> None:
+        """Frees a model. Unknown ids are ignored."""
 
     def stage(self, model_id: str, request: PassRequest) -> None:
         """Begins what can be done for a pass before its turn. Later the same request is run, or given to `unstage`."""
@@ -213,45 +305,22 @@ class TinkerBackend(Protocol):
     def unstage(self, request: PassRequest) -> None:
         """Frees what `stage` did for a pass that will not run."""
 
-    async def forward_backward(
-        self, model_id: str, request: PassRequest, ran: Callable[[], None] | None = None
-    ) -> ForwardBackwardResult:
-        """Runs a pass. Adds its gradients to those of earlier passes, or with `forward_only` leaves them alone.
+    async def train(self, command: TrainingCommand[Result], ran: Callable[[], None] | None = None) -> Result:
+        """Runs a command about a model that was created.
 
-        May call `ran` once it has run, in the event loop, before it returns: the next training call may then be made.
+        May call `ran` once a pass has run, in the event loop, before it returns: the next command may then be made.
         """
-
-    async def optim_step(self, model_id: str, adam: AdamParams) -> Mapping[str, float]:
-        """Updates the weights with the accumulated gradients, then sets those to zero. Returns metrics (free names)."""
-
-    async def discard_gradients(self, model_id: str) -> None:
-        """Sets the accumulated gradients to zero. Called if one pass of a step failed, so no part of it is applied."""
-
-    async def save_state(self, model_id: str, directory: Path) -> None:
-        """Writes weights and optimizer state into an empty directory."""
-
-    async def load_state(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
-        """Reads what `save_state` wrote for a model with the same spec. Drops gradients.
-
-        Without `optimizer` the optimizer state is fresh.
-        """
-
-    async def save_for_sampler(self, model_id: str, directory: Path) -> None:
-        """Writes the weights into an empty directory: a PEFT adapter, or for full training a Hugging Face model."""
-
-    async def remove_model(self, model_id: str) -> None:
-        """Frees a model. Unknown ids are ignored."""
 
     async def open_sampler(self, sampler_id: str, base_model: str, directory: Path | None) -> None:
-        """Makes `sampler_id` sample the weights that `save_for_sampler` wrote; without a directory, the base model."""
-
-    async def snapshot_sampler(self, model_id: str, sampler_id: str) -> None:
-        """Makes `sampler_id` sample the model's weights as they are now, unaffected by later steps. Not on disk."""
+        """Makes `sampler_id` sample the weights that `SaveForSampler` wrote; without a directory, the base model."""
 
     async def close_sampler(self, sampler_id: str) -> None:
         """Frees a sampler; its running requests end with an error. Unknown ids are ignored."""
 
     async def sample(
-        self, sampler_id: str, request: SampleRequest, progress: Callable[[SampleProgress], None] | None = None
+        self, sampler_id: str, request: SampleRequest, progress: Callable[[Progress], None] | None = None
     ) -> SampleResult:
         """Samples. With `progress`, calls it in the event loop with new tokens as they come."""
+
+    def usage(self) -> SamplingUsage:
+        """Returns how busy sampling is, of all base models together."""

@@ -43,14 +43,10 @@ Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
 class ClientConfigBody(TinkerBody):
-    """POST client/config."""
-
     sdk_version: Label = ""
 
 
 class CreateSessionBody(TinkerBody):
-    """POST create_session."""
-
     tags: Annotated[tuple[Label, ...], Field(max_length=64)] = ()
     user_metadata: TextMetadata | None = None
     sdk_version: Label = ""
@@ -59,26 +55,18 @@ class CreateSessionBody(TinkerBody):
 
 
 class SessionBody(TinkerBody):
-    """POST session_heartbeat."""
-
     session_id: str
 
 
 class FinishReasonBody(TinkerBody):
-    """How the client ended."""
-
     type: str = "success"
 
 
 class FinishBody(TinkerBody):
-    """POST sessions/ID/finish."""
-
     reason: FinishReasonBody = FinishReasonBody()
 
 
 class OptimizerConfigBody(TinkerBody):
-    """The optimizer of a model."""
-
     type: str = "adamw"
 
 
@@ -89,8 +77,6 @@ def check_optimizer(config: OptimizerConfigBody | None) -> None:
 
 
 class CreateModelBody(TinkerBody):
-    """POST create_model."""
-
     session_id: str
     model_seq_id: Sequential
     base_model: str
@@ -100,8 +86,6 @@ class CreateModelBody(TinkerBody):
 
 
 class ModelBody(TinkerBody):
-    """POST get_info."""
-
     model_id: str
 
 
@@ -113,8 +97,6 @@ class TrainingBody(TinkerBody):
 
 
 class OptimStepBody(TrainingBody):
-    """POST optim_step."""
-
     adam_params: AdamParams | None = None
     optimizer_params: OptimizerConfigBody | None = None
 
@@ -145,20 +127,14 @@ class LoadBody(TinkerBody):
 
 
 class PathBody(TinkerBody):
-    """POST weights_info."""
-
     tinker_path: str
 
 
 class TTLBody(TinkerBody):
-    """PUT …/ttl."""
-
     ttl_seconds: Seconds | None = None
 
 
 class SamplingSessionBody(TinkerBody):
-    """POST create_sampling_session."""
-
     session_id: str
     sampling_session_seq_id: Sequential
     base_model: str | None = None
@@ -166,27 +142,19 @@ class SamplingSessionBody(TinkerBody):
 
 
 class JoinBody(TinkerBody):
-    """POST join_sampling_session."""
-
     sampling_session_id: str
 
 
 class RequestBody(TinkerBody):
-    """POST retrieve_future and cancel_future."""
-
     request_id: str
 
 
 class ChunkBody(TinkerBody):
-    """A part of a prompt."""
-
     type: str = "encoded_text"
     tokens: Tokens | None = None
 
 
 class PromptBody(TinkerBody):
-    """A prompt."""
-
     chunks: tuple[ChunkBody, ...]
 
     def tokens(self) -> NDArray[np.int32]:
@@ -204,8 +172,6 @@ class PromptBody(TinkerBody):
 
 
 class SamplingParamsBody(TinkerBody):
-    """How a request samples."""
-
     max_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
     seed: Int64 | None = None
     stop: Annotated[
@@ -235,8 +201,6 @@ class SamplingParamsBody(TinkerBody):
 
 
 class TensorBody(TinkerBody):
-    """A tensor in JSON."""
-
     data: tuple[Int64, ...]
     shape: tuple[Int64, ...] | None = None
     sparse_crow_indices: tuple[Int64, ...] | None = None
@@ -258,8 +222,6 @@ class TensorBody(TinkerBody):
 
 
 class SampleBody(TinkerBody):
-    """POST asample."""
-
     sampling_session_id: str
     seq_id: Annotated[int, Field(ge=0, le=2**62)]
     prompt: PromptBody

@@ -21,7 +21,7 @@ from postlude.tinker.backend import Datum, ForwardBackwardResult, PassRequest
 from postlude.tinker.limits import check_tokens, check_vocabulary
 
 EXTRA_TOKENS = 1
-"""A sequence of a batch has so many tokens more than a datum has inputs."""
+"""How many tokens a sequence of a batch has beyond the inputs of its datum."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Pass:
     counts: Mapping[str, float]
     forward_only: bool
     widths: Sequence[int | None]
-    """The targets of a position, by sequence; None if there is one that is not in a list."""
+    """The number of targets at each position, by sequence; None for one target that is not in a list."""
 
 
 def read_objective(loss_fn: str, config: Mapping[str, float | str]) -> SummedLoss:

@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from postlude.generate.protocol import Progress, SamplingUsage
 from postlude.layout import Layout
 from postlude.tinker.backend import (
-    AdamParams,
     BaseModelInfo,
-    ForwardBackwardResult,
-    ModelLost,
-    ModelSpec,
-    PassRequest,
-    SampleProgress,
-    SampleRequest,
-    SampleResult,
-)
-from postlude.tinker.messages import (
     CloseSampler,
     CreateModel,
-    DiscardGradients,
     ForwardBackward,
-    LoadState,
+    ModelLost,
+    ModelSpec,
     OpenSampler,
-    OptimStep,
+    PassRequest,
     RemoveModel,
     Result,
     SampleCommand,
-    SaveForSampler,
-    SaveState,
+    SampleRequest,
+    SampleResult,
     SnapshotSampler,
     TrainingCommand,
 )
@@ -99,15 +90,35 @@ class EngineBackend:
             raise
 
     async def stop(self) -> None:
-        """Ends all ranks."""
         self._stopped = True
         await asyncio.gather(*(worker.stop() for worker in self._workers.values()))
 
     async def create_model(self, model_id: str, spec: ModelSpec) -> None:
-        """Makes a model."""
         worker = await self._worker(spec.base_model)
         await worker.call(CreateModel(model_id, spec))
         self._models[model_id] = (spec.base_model, worker)
+
+    async def train(self, command: TrainingCommand[Result], ran: Callable[[], None] | None = None) -> Result:
+        """Runs a command on the ranks that have its model."""
+        base_model, worker = self._model(command.model_id)
+        sent: TrainingCommand[Any] = command
+        if isinstance(command, ForwardBackward) and isinstance(command.request, PassRequest):
+            number = worker.take_staged(command.request)
+            sent = command if number is None else replace(command, request=number)
+        try:
+            result: Result = await worker.call(sent, ran=ran)
+        except WorkerDied as error:
+            raise ModelLost(
+                f"model {command.model_id} is lost: {error} Load its last checkpoint into a new model."
+            ) from error
+        if isinstance(command, SnapshotSampler):
+            self._samplers[command.sampler_id] = _Sampler(base_model, None, worker)
+        return result
+
+    async def remove_model(self, model_id: str) -> None:
+        _, worker = self._models.pop(model_id, ("", None))
+        if worker is not None and worker.death is None:
+            await worker.call(RemoveModel(model_id))
 
     def stage(self, model_id: str, request: PassRequest) -> None:
         """Sends a pass to rank 0, which reads it while others run. Beyond the limit it is sent in its turn."""
@@ -116,46 +127,10 @@ class EngineBackend:
             worker.stage(request)
 
     def unstage(self, request: PassRequest) -> None:
-        """Frees a pass that was staged."""
         for worker in self._workers.values():
             worker.unstage(request)
 
-    async def forward_backward(
-        self, model_id: str, request: PassRequest, ran: Callable[[], None] | None = None
-    ) -> ForwardBackwardResult:
-        """Runs a pass."""
-        _, worker = self._model(model_id)
-        number = worker.take_staged(request)
-        return await self._train(model_id, ForwardBackward(model_id, request if number is None else number), ran)
-
-    async def optim_step(self, model_id: str, adam: AdamParams) -> Mapping[str, float]:
-        """Updates the weights."""
-        return await self._train(model_id, OptimStep(model_id, adam))
-
-    async def discard_gradients(self, model_id: str) -> None:
-        """Sets the gradients to zero."""
-        await self._train(model_id, DiscardGradients(model_id))
-
-    async def save_state(self, model_id: str, directory: Path) -> None:
-        """Writes weights and optimizer state."""
-        await self._train(model_id, SaveState(model_id, directory))
-
-    async def load_state(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
-        """Reads weights and, if asked, the optimizer state."""
-        await self._train(model_id, LoadState(model_id, directory, optimizer))
-
-    async def save_for_sampler(self, model_id: str, directory: Path) -> None:
-        """Writes the weights for sampling."""
-        await self._train(model_id, SaveForSampler(model_id, directory))
-
-    async def remove_model(self, model_id: str) -> None:
-        """Frees a model."""
-        _, worker = self._models.pop(model_id, ("", None))
-        if worker is not None and worker.death is None:
-            await worker.call(RemoveModel(model_id))
-
     async def open_sampler(self, sampler_id: str, base_model: str, directory: Path | None) -> None:
-        """Opens a sampler."""
         self._samplers[sampler_id] = _Sampler(base_model, directory)
         try:
             await self._sampler_worker(sampler_id)
@@ -163,14 +138,7 @@ class EngineBackend:
             self._samplers.pop(sampler_id, None)
             raise
 
-    async def snapshot_sampler(self, model_id: str, sampler_id: str) -> None:
-        """Opens a sampler of a model's weights as they are now."""
-        base_model, worker = self._model(model_id)
-        await self._train(model_id, SnapshotSampler(model_id, sampler_id))
-        self._samplers[sampler_id] = _Sampler(base_model, None, worker)
-
     async def close_sampler(self, sampler_id: str) -> None:
-        """Frees a sampler."""
         self._samplers.pop(sampler_id, None)
         for key in [key for key in self._opened if key[0] == sampler_id]:
             del self._opened[key]
@@ -179,7 +147,7 @@ class EngineBackend:
                 await worker.call(CloseSampler(sampler_id))
 
     async def sample(
-        self, sampler_id: str, request: SampleRequest, progress: Callable[[SampleProgress], None] | None = None
+        self, sampler_id: str, request: SampleRequest, progress: Callable[[Progress], None] | None = None
     ) -> SampleResult:
         """Samples. If the ranks die, new ones repeat the request, unless part of it was given to `progress`."""
         try:
@@ -189,8 +157,12 @@ class EngineBackend:
                 raise
             return await self._sample(sampler_id, request, None)
 
+    def usage(self) -> SamplingUsage:
+        """Returns how busy sampling was when the ranks reported it last, at most a second ago while they sample."""
+        return sum((worker.usage for worker in self._workers.values()), SamplingUsage())
+
     async def _sample(
-        self, sampler_id: str, request: SampleRequest, progress: Callable[[SampleProgress], None] | None
+        self, sampler_id: str, request: SampleRequest, progress: Callable[[Progress], None] | None
     ) -> SampleResult:
         worker = await self._sampler_worker(sampler_id)
         return await worker.call(SampleCommand(sampler_id, request, streamed=progress is not None), progress)
@@ -216,15 +188,6 @@ class EngineBackend:
         if worker.death is not None:
             raise ModelLost(f"model {model_id} is lost: {worker.death} Load its last checkpoint into a new model.")
         return base_model, worker
-
-    async def _train(
-        self, model_id: str, command: TrainingCommand[Result], ran: Callable[[], None] | None = None
-    ) -> Result:
-        _, worker = self._model(model_id)
-        try:
-            return await worker.call(command, ran=ran)
-        except WorkerDied as error:
-            raise ModelLost(f"model {model_id} is lost: {error} Load its last checkpoint into a new model.") from error
 
     async def _sampler_worker(self, sampler_id: str) -> WorkerProcess:
         """Returns the ranks that have a sampler, with its weights loaded."""

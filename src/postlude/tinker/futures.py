@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from postlude.serving.http.errors import HTTPError
 from postlude.tinker.limits import Limits
 
+LOG = logging.getLogger("postlude")
 Category = Literal["user", "server", "unknown"]
 JSON = dict[str, Any]
 
@@ -31,27 +34,30 @@ class Future:
     request_id: str
     owner: str
     kind: str
-    content: bytes = b""
-    """The digest of the request, see `digest`."""
+    body_digest: bytes = b""
+    """See `digest`."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     result: JSON | bytes | None = None
     failure: Failure | None = None
+    created: float = field(default_factory=time.monotonic)
     finished: float = 0.0
     fetched: float | None = None
     reply: JSON = field(default_factory=dict)
     """What the client got when it submitted the request, besides the id; a retry gets the same."""
+    on_end: Callable[[Future], None] = lambda _: None
+    """Called once it has a result or a failure."""
 
     def succeed(self, result: JSON | bytes) -> None:
-        """Sets the result."""
         if not self.done.is_set():
             self.result, self.finished = result, time.monotonic()
             self.done.set()
+            self.on_end(self)
 
     def fail(self, sentence: str, category: Category) -> None:
-        """Sets the failure."""
         if not self.done.is_set():
             self.failure, self.finished = Failure(sentence, category), time.monotonic()
             self.done.set()
+            self.on_end(self)
 
     @property
     def size(self) -> int:
@@ -60,29 +66,41 @@ class Future:
 
 
 def digest(content: bytes) -> bytes:
-    """Returns a digest of a request, by which one that is sent again is told from another with its number."""
+    """Returns a digest of a request. A retry has the same one, another request with its number another one."""
     return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def describe_failure(error: Exception, kind: str) -> tuple[str, Category]:
+    """Returns a sentence about an error of a request of this kind, and whose fault it is. Logs what was not foreseen.
+
+    A client retries 408, 409, 429 and 5xx and raises the others to its user.
+    """
+    if isinstance(error, (ValueError, TypeError, OverflowError)):
+        return str(error), "user"
+    if isinstance(error, HTTPError):
+        return str(error), "user" if error.status < 500 else "server"
+    LOG.exception("%s failed", kind, exc_info=error)
+    return f"the server failed in this {kind}: {error!r}. Its log has more.", "server"
 
 
 class FutureStore:
     """Futures by request id, kept until some time after they were fetched."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self, limits: Limits, on_end: Callable[[Future], None] = lambda _: None) -> None:
+        self._limits, self._on_end = limits, on_end
         self._futures: dict[str, Future] = {}
         self._closed = False
         self._polls: set[asyncio.Timeout] = set()
 
-    def add(self, request_id: str, owner: str, kind: str, content: bytes) -> Future:
-        """Adds a future that is not done."""
+    def add(self, request_id: str, owner: str, kind: str, body_digest: bytes) -> Future:
         assert request_id not in self._futures
-        future = self._futures[request_id] = Future(request_id, owner, kind, content)
+        future = self._futures[request_id] = Future(request_id, owner, kind, body_digest, on_end=self._on_end)
         return future
 
-    def find(self, request_id: str, kind: str, content: bytes) -> Future | None:
+    def find(self, request_id: str, kind: str, body_digest: bytes) -> Future | None:
         """Returns the future of a request that is sent again. Refuses another request with the same number."""
         future = self._futures.get(request_id)
-        if future is not None and (future.kind, future.content) != (kind, content):
+        if future is not None and (future.kind, future.body_digest) != (kind, body_digest):
             raise HTTPError(
                 400,
                 f"{request_id} was a {future.kind} with other content: another client has used this number. Give each "

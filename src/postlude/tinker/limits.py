@@ -29,7 +29,7 @@ class Limits:
     queued_bytes: int = 1024 * MIB
     """Training requests that wait, of all clients."""
     queued_bytes_per_key: int = 512 * MIB
-    """Those of one key."""
+    """Waiting training requests of one key."""
     queued_per_model: int = 1024
     """Training requests of one model that wait."""
     samples_per_key: int = 4096
@@ -41,7 +41,7 @@ class Limits:
     full_models: int = 1
     """Models among them of which all weights are trained; 0 allows adapters only."""
     full_snapshots: int = 4
-    """Samplers of all weights of such models, of those that were not saved with a name: each is a copy on disk."""
+    """Snapshot samplers of such models, whose weights were not saved with a name: each is a copy on disk."""
     samplers: int = 64
     """Samplers in memory. The one unused for longest is closed; one of a saved path is opened again when it is used."""
     sessions_per_key: int = 1024

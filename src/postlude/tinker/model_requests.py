@@ -15,7 +15,18 @@ from pydantic import BaseModel
 
 from postlude.serving.http.errors import HTTPError
 from postlude.tinker import bodies
-from postlude.tinker.backend import AdamParams, ModelSpec, PassRequest, TinkerBackend
+from postlude.tinker.backend import (
+    AdamParams,
+    ForwardBackward,
+    LoadState,
+    ModelSpec,
+    OptimStep,
+    PassRequest,
+    SaveForSampler,
+    SaveState,
+    SnapshotSampler,
+    TinkerBackend,
+)
 from postlude.tinker.futures import JSON, Future, digest
 from postlude.tinker.paths import Kind, TinkerPath, check_name
 from postlude.tinker.sampling import SamplingSession
@@ -25,7 +36,7 @@ from postlude.tinker.training import Operation, OperationRole, TrainedModel
 from postlude.tinker.wire import encode_pass, read_pass_request
 
 LOG = logging.getLogger("postlude")
-LARGE = 64 * 1024  # bytes of a request that a thread reads, so that the others do not wait for it
+LARGE = 64 * 1024  # a thread reads requests of more bytes, so that others do not wait for them
 SAVE_KINDS: dict[Kind, str] = {
     "weights": "save_weights",
     "sampler_weights": "save_weights_for_sampler",
@@ -56,7 +67,7 @@ class _WaitingPass:
         if self._reading is None:
             self.prepare()
         request = self._read() if self._reading is None else await self._reading
-        result = await self._backend.forward_backward(self._model_id, request, ran)
+        result = await self._backend.train(ForwardBackward(self._model_id, request), ran)
         return await asyncio.to_thread(encode_pass, result) if self._large else encode_pass(result)
 
     async def _read_and_stage(self) -> PassRequest:
@@ -73,7 +84,6 @@ class ModelRequests:
         self._backend, self._state, self._training = service.backend, service.state, service.training
 
     async def create_model(self, owner: str, body: bodies.CreateModelBody) -> Future:
-        """Queues the creation of a model."""
         session = self._service.session(owner, body.session_id)
         spec = ModelSpec(body.base_model, body.lora_config)
         model = await self._new_model(session, body.model_seq_id, spec, body.user_metadata)
@@ -139,7 +149,6 @@ class ModelRequests:
         model.created = True
 
     def get_info(self, owner: str, body: bodies.ModelBody) -> JSON:
-        """Returns a description of a model."""
         model = self._service.model(owner, body.model_id)
         info = self._service.bases[model.spec.base_model]
         return {
@@ -162,22 +171,23 @@ class ModelRequests:
                 raise ValueError(
                     f"the loss {message.loss_fn[:60]!r} is not supported; there are {', '.join(info.losses)}."
                 )
-            return read_pass_request(message, info.max_context_length, info.vocab_size)
+            request = read_pass_request(message, info.max_context_length, info.vocab_size)
+            self._service.metrics.trained_tokens.add(sum(len(datum.tokens) for datum in request.data))
+            return request
 
         large = size > LARGE
-        content = await asyncio.to_thread(_digest_of, message) if large else _digest_of(message)
+        body_digest = await asyncio.to_thread(_digest_of, message) if large else _digest_of(message)
         waiting = _WaitingPass(self._backend, model.model_id, read, large=large)
         role: OperationRole = "other" if message.forward_only else "pass"
-        operation = Operation("forward_backward", content, waiting.run, role, size, waiting.prepare, waiting.drop)
+        operation = Operation("forward_backward", body_digest, waiting.run, role, size, waiting.prepare, waiting.drop)
         return self._training.submit(model, message.seq_id, operation)
 
     async def optim_step(self, owner: str, body: bodies.OptimStepBody) -> Future:
-        """Queues an optimizer step."""
         model = self._service.model(owner, body.model_id)
 
         async def run(_: Callable[[], None]) -> JSON:
             bodies.check_optimizer(body.optimizer_params)
-            metrics = await self._backend.optim_step(model.model_id, body.adam_params or AdamParams())
+            metrics = await self._backend.train(OptimStep(model.model_id, body.adam_params or AdamParams()))
             finite = {name: value for name, value in metrics.items() if math.isfinite(value)}  # the client's type
             reply: JSON = {"type": "optim_step", "metrics": finite}
             if metrics.get("skipped"):
@@ -191,7 +201,6 @@ class ModelRequests:
         return self._training.submit(model, body.seq_id, Operation("optim_step", _digest(body), run, "step"))
 
     async def save_state(self, owner: str, body: bodies.SaveBody) -> Future:
-        """Queues a save of weights and optimizer state."""
         return self._save(owner, "weights", body)
 
     async def save_for_sampler(self, owner: str, body: bodies.SaveBody) -> Future:
@@ -221,8 +230,8 @@ class ModelRequests:
             metadata = dict(body.user_metadata or {})
             checkpoint = Checkpoint(path, owner, model.spec, now, 0, expires=expires, user_metadata=metadata)
             with self._state.new_directory() as aside:
-                write = self._backend.save_state if kind == "weights" else self._backend.save_for_sampler
-                await write(model.model_id, aside)
+                command = SaveState if kind == "weights" else SaveForSampler
+                await self._backend.train(command(model.model_id, aside))
                 saved = await asyncio.to_thread(self._state.publish, aside, checkpoint, overwrite=body.overwrite)
             self._state.remember(saved)
             with contextlib.suppress(HTTPError):  # the checkpoint is saved, whatever becomes of this
@@ -240,7 +249,7 @@ class ModelRequests:
         async def run(_: Callable[[], None]) -> JSON:
             if sampler_id in self._service.samplers.samplers:
                 raise ValueError(f"{sampler_id} samples other weights already: give another sampling_session_seq_id.")
-            await self._backend.snapshot_sampler(model.model_id, sampler_id)
+            await self._backend.train(SnapshotSampler(model.model_id, sampler_id))
             await self._service.samplers.register_snapshot(SamplingSession(record, owner, model.session_id))
             await self._service.record_sampler(model.session_id, record)
             return {"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}
@@ -271,7 +280,7 @@ class ModelRequests:
             _check_loadable(checkpoint, model.spec)
             if create:
                 await self._create(model)
-            await self._backend.load_state(model.model_id, self._state.directory_of(path), optimizer=body.optimizer)
+            await self._backend.train(LoadState(model.model_id, self._state.directory_of(path), body.optimizer))
             model.failed_pass = None
             return {"type": "load_weights", "path": body.path, "model_id": model.model_id}
 

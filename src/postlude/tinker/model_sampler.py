@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from postlude.generate.protocol import SamplingUsage
 from postlude.hf.load import init_or_load_weights
 from postlude.hf.read_model import read_model
 from postlude.tinker.rank_sampler import RankSampler, SampleCall, SampleEvents
@@ -28,11 +29,10 @@ class ModelSampler:
         self._directories: dict[str, Path] = {}
         self._waiting: list[SampleCall] = []
         self._errors: dict[int, Exception] = {}
-        """Of calls that failed since the last step."""
+        """The errors of calls that failed since the last step, by call."""
 
     @property
     def busy(self) -> bool:
-        """Whether calls are left."""
         return bool(self._waiting or self._errors) or (self._sampler is not None and self._sampler.busy)
 
     def load(self, name: str, directory: Path) -> None:
@@ -56,7 +56,6 @@ class ModelSampler:
             self._fail_waiting(name, _closed(name))
 
     def cancel(self, call_ids: Sequence[int]) -> None:
-        """Ends calls without a result."""
         for call_id in call_ids:
             self._errors.pop(call_id, None)
         self._waiting = [call for call in self._waiting if call.call_id not in call_ids]
@@ -64,11 +63,11 @@ class ModelSampler:
             self._sampler.cancel(call_ids)
 
     def step(self) -> SampleEvents:
-        """Samples a token of every running completion."""
         self._start_calls()
         events = SampleEvents({}, [], busy=False) if self._sampler is None else self._sampler.step()
         errors, self._errors = self._errors, {}
-        return SampleEvents({**errors, **events.finished}, events.progress, self.busy)
+        usage = events.usage + SamplingUsage(waiting=sum(call.request.num_samples for call in self._waiting))
+        return SampleEvents({**errors, **events.finished}, events.progress, self.busy, usage)
 
     def fail_all(self) -> list[int]:
         """Drops all calls after a step that failed. Returns their ids. The weights are read again."""
@@ -110,6 +109,7 @@ class ModelSampler:
         model = self._sampler.generator.model
         family, _ = read_model(directory, blocks=model.block_types)
         init_or_load_weights(model, directory, family, seed=0)
+        self._sampler.generator.weights_changed()
         self._on_device = name
 
 

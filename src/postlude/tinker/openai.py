@@ -1,4 +1,4 @@
-"""OpenAIApp: OpenAI's completions of base models and saved samplers, with the routes that `postlude serve` has.
+"""OpenAIApp: base models and saved samplers by OpenAI's and Anthropic's routes, as `postlude serve` has them.
 
 A request names its model: a base model, or the `tinker://` path of weights saved for sampling.
 """
@@ -11,24 +11,36 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from postlude.generate.protocol import Completion, Progress
+from postlude.generate.protocol import Request as GenerationRequest
 from postlude.serving.http.errors import HTTPError, bad_request_on_error
-from postlude.serving.http.replies import JSONReply, openai_error, openai_reply
+from postlude.serving.http.replies import JSONReply
 from postlude.serving.http.requests import unless_disconnected
-from postlude.tinker.app import TinkerApp
-from postlude.tinker.backend import SampledSequence, SampleProgress, SampleRequest
+from postlude.serving.server.api_routes import (
+    API_ROUTES,
+    MODELS,
+    PREFIX,
+    APIRoute,
+    format_of,
+    model_entry,
+    model_reply,
+    models_reply,
+)
+from postlude.tinker.app import Handler, TinkerApp
+from postlude.tinker.backend import SampleRequest, SampleResult
 from postlude.tinker.limits import check_prompt
 from postlude.tinker.sampling import Samplers, SamplingSession
 
 if TYPE_CHECKING:
-    from postlude.generate.protocol import Completion, Progress
-    from postlude.generate.protocol import Request as GenerationRequest
-    from postlude.serving.server.openai_routes import OpenAIRoutes, ScoredTokens
+    from postlude.serving.server.chat_calls import ScoredTokens
+    from postlude.serving.server.model_routes import ModelRoutes
 
-PREFIXES = ("/v1", "/oai/api/v1")
+PREFIXES = (PREFIX, "/oai/api/v1")
 Value = TypeVar("Value")
 
 
@@ -37,7 +49,7 @@ class OpenAIApp:
 
     def __init__(self, app: TinkerApp) -> None:
         self._app, self._service = app, app.service
-        self._routes: dict[tuple[str, str], OpenAIRoutes] = {}
+        self._routes: dict[tuple[str, str], ModelRoutes] = {}
         self._tokenizers: dict[str, Any] = {}
         self._loading = asyncio.Lock()
 
@@ -45,27 +57,21 @@ class OpenAIApp:
         """Returns the routes, under each prefix."""
         routes = []
         for prefix in PREFIXES:
-            for name, chat in (("completions", False), ("chat/completions", True)):
-                endpoint = self._app.endpoint(self._handler(chat=chat), openai_error)
-                routes.append(Route(f"{prefix}/{name}", endpoint, methods=["POST"]))
-            for path, read in (("models", self._models), ("models/{name:path}", self._model)):
-                routes.append(Route(f"{prefix}/{path}", self._app.endpoint(read, openai_error), methods=["GET"]))
-            unknown = self._app.endpoint(self._unknown, openai_error)
-            routes.append(Route(f"{prefix}/{{path:path}}", unknown, methods=["GET", "POST", "PUT", "DELETE"]))
+            for route in API_ROUTES:
+                routes.append(self._route(f"{prefix}{route.path}", self._handler(route), "POST"))
+            routes.append(self._route(f"{prefix}{MODELS}", self._models, "GET"))
+            routes.append(self._route(f"{prefix}{MODELS}/{{name:path}}", self._model, "GET"))
+            routes.append(self._route(f"{prefix}/{{path:path}}", self._app.unknown, "GET", "POST", "PUT", "DELETE"))
         return routes
 
+    def _route(self, path: str, handler: Handler, *methods: str) -> Route:
+        return Route(path, self._app.endpoint(handler, format_of(path)), methods=methods)
+
     async def _models(self, _: Request, owner: str) -> Response:
-        return JSONReply({"object": "list", "data": self._list(owner)})
+        return JSONReply(models_reply(self._list(owner)))
 
     async def _model(self, request: Request, owner: str) -> Response:
-        name = request.path_params["name"]
-        for model in self._list(owner):
-            if model["id"] == name:
-                return JSONReply(model)
-        raise HTTPError(404, f"there is no model {name[:200]!r}.", "model_not_found")
-
-    async def _unknown(self, request: Request, _: str) -> Response:
-        raise HTTPError(404, f"{request.method} {request.url.path} is not supported by this server.")
+        return JSONReply(model_reply(self._list(owner), request.path_params["name"]))
 
     def _list(self, owner: str) -> list[dict[str, Any]]:
         saved = [
@@ -74,9 +80,9 @@ class OpenAIApp:
             if path.kind == "sampler_weights" and checkpoint.owner == owner and not checkpoint.is_expired()
         ]
         names = [*self._service.bases, *saved]
-        return [{"id": name, "object": "model", "created": 0, "owned_by": owner} for name in names]
+        return [model_entry(name, owner) for name in names]
 
-    def _handler(self, *, chat: bool) -> Callable[[Request, str], Any]:
+    def _handler(self, route: APIRoute) -> Handler:
         async def handle(request: Request, owner: str) -> Response:
             body = await self._app.read(request)
             try:
@@ -89,15 +95,16 @@ class OpenAIApp:
             self._service.samplers.check_room(owner)
 
             async def reply() -> Response:
-                return await openai_reply(await (routes.chat if chat else routes.completions)(body, (owner,)))
+                return await route.format.reply(await routes.handler(route)(body, (owner,)))
 
             return await unless_disconnected(request, reply())
 
         return handle
 
-    async def _routes_of(self, owner: str, model: str) -> OpenAIRoutes:
+    async def _routes_of(self, owner: str, model: str) -> ModelRoutes:
         from postlude.hf.load import load_tokenizer
-        from postlude.serving.server.openai_routes import OpenAIRoutes
+        from postlude.serving.server.model_routes import ModelRoutes
+        from postlude.serving.server.served_model import ServedModel
 
         path = model if model.startswith("tinker://") else None
         sampler_id = f"openai:{owner}:{model}"
@@ -112,9 +119,9 @@ class OpenAIApp:
             if info.name not in self._tokenizers:
                 self._tokenizers[info.name] = await asyncio.to_thread(load_tokenizer, info.tokenizer)
         if (owner, model) not in self._routes:
-            adapter = _Generation(self._service.samplers, sampler, info.max_context_length, info.vocab_size)
+            generation = _Generation(self._service.samplers, sampler, info.max_context_length, info.vocab_size)
             tokenizer = self._tokenizers[info.name]
-            self._routes[owner, model] = OpenAIRoutes(adapter, model, tokenizer, info.max_context_length)
+            self._routes[owner, model] = ModelRoutes(ServedModel(model, tokenizer, info.max_context_length), generation)
         return self._routes[owner, model]
 
 
@@ -134,10 +141,8 @@ class _Generation:
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Returns the completions of each request."""
         converted = [self._convert(request) for request in requests]
-        results = await asyncio.gather(
-            *(self._sampled(self.samplers.sample(self.sampler, sample_request)) for sample_request in converted)
-        )
-        return [[_completion(sequence) for sequence in result.sequences] for result in results]
+        results = await asyncio.gather(*(self._sample(request) for request in converted))
+        return [list(result.completions) for result in results]
 
     async def score_prompts(self, requests: Sequence[GenerationRequest], top: int) -> list[ScoredTokens]:
         """Refuses."""
@@ -145,19 +150,14 @@ class _Generation:
 
     async def stream(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Progress, None]:
         """Yields tokens as they come. Closing the generator ends the requests."""
-        from postlude.generate.protocol import Progress
-
         converted = [self._convert(request) for request in requests]
         arrived: asyncio.Queue[Progress | BaseException | None] = asyncio.Queue()
 
         async def run(index: int, request: SampleRequest) -> None:
-            def progress(new: SampleProgress) -> None:
-                arrived.put_nowait(Progress(index, new.index, new.tokens, new.logprobs, None))
-
             try:
-                result = await self._sampled(self.samplers.sample(self.sampler, request, progress))
-                for completion_index, sequence in enumerate(result.sequences):
-                    arrived.put_nowait(Progress(index, completion_index, (), (), _completion(sequence)))
+                result = await self._sample(request, lambda new: arrived.put_nowait(replace(new, request_index=index)))
+                for completion_index, completion in enumerate(result.completions):
+                    arrived.put_nowait(Progress(index, completion_index, (), (), completion))
                 arrived.put_nowait(None)
             except Exception as error:
                 arrived.put_nowait(error)
@@ -179,8 +179,6 @@ class _Generation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _convert(self, request: GenerationRequest) -> SampleRequest:
-        import numpy as np
-
         sampling, prompt = request.sampling, np.array(request.prompt, np.int64)
         with bad_request_on_error():
             if sampling.top_logprobs:
@@ -188,15 +186,8 @@ class _Generation:
             tokens = check_prompt(prompt, sampling.max_new_tokens, self.max_length, self.vocab_size)
         return SampleRequest(tokens, replace(sampling, seed=request.seed), request.n)
 
-    async def _sampled(self, sampling: Any) -> Any:
+    async def _sample(self, request: SampleRequest, progress: Callable[[Progress], None] | None = None) -> SampleResult:
         try:
-            return await sampling
+            return await self.samplers.sample(self.sampler, request, progress)
         except (ValueError, TypeError) as error:
             raise HTTPError(400, str(error)) from error
-
-
-def _completion(sequence: SampledSequence) -> Completion:
-    from postlude.generate.protocol import Completion
-
-    logprobs = sequence.logprobs.tolist()
-    return Completion(sequence.tokens.tolist(), logprobs, logprobs, sequence.stop_reason, text=sequence.text)

@@ -24,8 +24,6 @@ def check_name(name: str, kind: str = "name") -> str:
 
 @dataclass(frozen=True)
 class TinkerPath:
-    """One saved checkpoint."""
-
     run_id: str
     kind: Kind
     name: str

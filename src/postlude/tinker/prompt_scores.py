@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,22 +11,10 @@ from torch import Tensor
 from postlude.generate.forward import score_tokens
 from postlude.generate.protocol import Completion
 from postlude.model import LanguageModel
-from postlude.tinker.backend import FloatArray, SampleRequest, TopK
+from postlude.tinker.backend import PromptScores, SampleRequest, TopK
 
 NO_TOKEN, NO_LOGPROB = 0, -99999.0
 """An empty cell of `TopK`."""
-
-
-@dataclass(frozen=True)
-class PromptScores:
-    """What a request asks about its prompt; None for what it does not ask."""
-
-    logprobs: FloatArray | None = None
-    """[N], NaN at position 0 and where it is not asked for."""
-    top: TopK | None = None
-    """[N, k]; empty at position 0 and where it is not asked for."""
-    targets: FloatArray | None = None
-    """[N - 1, K], from position 1 on; NaN where the target is -1."""
 
 
 def score_prompts(model: LanguageModel, requests: Sequence[SampleRequest], budget: int) -> list[PromptScores]:

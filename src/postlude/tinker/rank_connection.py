@@ -16,10 +16,10 @@ from typing import Any
 
 from postlude.tinker.backend import PassRequest
 from postlude.tinker.datums import Pass
-from postlude.tinker.messages import Call, Cancel, StagePass, UnstagePass, take_all
+from postlude.tinker.messages import Call, Cancel, StagePass, take_all
 
 CLOSE_SECONDS = 10.0
-"""For the last messages to be sent."""
+"""How long sending the last messages may take."""
 
 
 class StagedPasses:
@@ -29,9 +29,9 @@ class StagedPasses:
         self._read = read
         self._passes: dict[int, Pass | Exception] = {}
 
-    def receive(self, message: StagePass | UnstagePass) -> None:
+    def receive(self, message: StagePass) -> None:
         """Reads a pass, or drops one."""
-        if isinstance(message, UnstagePass):
+        if message.request is None:
             self._passes.pop(message.number, None)
             return
         try:
@@ -84,7 +84,6 @@ class RankConnection:
         return message
 
     def send(self, message: tuple[str, int | None, Any]) -> None:
-        """Sends a message soon."""
         self._outbox.put(message)
 
     def send_at_once(self, message: tuple[str, int | None, Any]) -> None:
@@ -98,7 +97,7 @@ class RankConnection:
         try:
             while True:
                 for message in self._connection.recv():
-                    if isinstance(message, (StagePass, UnstagePass)):
+                    if isinstance(message, StagePass):
                         self._staged.receive(message)
                     else:
                         self._inbox.put(message)

@@ -28,16 +28,29 @@ from postlude.lora import AdapterConfig, LoRA
 from postlude.optimizer import AdamW
 from postlude.plan.memory import estimate_memory
 from postlude.plan.parameter_count import total_parameters
-from postlude.tinker.backend import AdamParams, LoRAConfig, ModelLost, ModelSpec
+from postlude.tinker.backend import (
+    AdamParams,
+    CreateModel,
+    DiscardGradients,
+    LoadState,
+    LoRAConfig,
+    ModelLost,
+    ModelSpec,
+    OptimStep,
+    RemoveModel,
+    SaveForSampler,
+    SaveState,
+    TrainingCommand,
+)
 from postlude.tinker.datums import Pass
 from postlude.tinker.settings import WorkerSettings
 from postlude.world.agreement import gather_and_decide
 
 _log = logging.getLogger(__name__)
 ALPHA = 32.0
-"""Of all adapters: the scale is alpha / rank."""
+"""The alpha of all adapters, whose scale is alpha / rank."""
 STATE = "state"
-"""The directory of the training state in that of a checkpoint."""
+"""The subdirectory of a checkpoint that has the training state."""
 GIB = 1024**3
 
 
@@ -59,19 +72,15 @@ class AdapterModel:
                 self.engine.set_adapter(None)
 
     def save(self, directory: Path) -> None:
-        """Writes weights and optimizer state."""
         save_adapter_state(self.engine, directory)
 
     def load(self, directory: Path) -> None:
-        """Reads weights and optimizer state."""
         load_adapter_state(self.engine, directory)
 
     def export(self, directory: Path) -> None:
-        """Writes a PEFT adapter."""
         export_adapter(self.engine, directory)
 
     def free(self) -> None:
-        """Frees the adapter."""
         remove_adapter(self.engine, self.name)
 
 
@@ -83,7 +92,6 @@ class FullModel:
 
     @contextlib.contextmanager
     def activated(self) -> Iterator[Engine]:
-        """Gives the engine."""
         yield self.engine
 
     def save(self, directory: Path) -> None:
@@ -94,15 +102,12 @@ class FullModel:
         writer.close()
 
     def load(self, directory: Path) -> None:
-        """Reads weights and optimizer state."""
         self.engine.load(directory)
 
     def export(self, directory: Path) -> None:
-        """Writes a model directory with all weights."""
         self.engine.export_model(directory, tokenizer=self.tokenizer)
 
     def free(self) -> None:
-        """Frees weights, gradients and optimizer state."""
         self.engine.training_state.free()
 
 
@@ -156,14 +161,13 @@ class RankModels:
         self.models[model_id] = AdapterModel(self.engine, model_id, to_lora(lora, self._groups), lora.seed or 0)
 
     def remove_model(self, model_id: str) -> None:
-        """Frees a model, if it exists."""
         model = self.models.pop(model_id, None)
         if model is not None:
             model.free()
 
     @contextlib.contextmanager
     def using(self, model_id: str) -> Iterator[AdapterModel | FullModel]:
-        """Gives a model, and its engine set to it. If the model's own engine fails, the model is lost."""
+        """Yields a model, whose adapter is active inside. If the model's own engine fails, the model is lost."""
         if model_id not in self.models:
             raise ValueError(f"there is no model {model_id!r}: create it first.")
         model = self.models[model_id]
@@ -183,34 +187,17 @@ class RankModels:
             run = model.engine.evaluate_loss if request.forward_only else model.engine.forward_backward
             return run(request.batch, request.objective, counts=request.counts)
 
-    def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
-        """Updates the weights, and frees the gradients."""
-        config = to_adamw(adam)
-        with self.using(model_id) as model:
-            result = model.engine.optimizer_step(config)
-        return {"grad_norm": result.grad_norm, "lr": result.lr, "step": result.step, "skipped": float(result.skipped)}
-
-    def discard_gradients(self, model_id: str) -> None:
-        """Frees the gradients."""
-        with self.using(model_id) as model:
-            model.engine.zero_grad()
-
-    def save_state(self, model_id: str, directory: Path) -> None:
-        """Writes weights and optimizer state."""
-        with self.using(model_id) as model:
-            model.save(directory / STATE)
-
-    def load_state(self, model_id: str, directory: Path, optimizer: bool) -> None:
-        """Reads weights and, if `optimizer`, the optimizer state."""
-        with self.using(model_id) as model:
-            model.load(directory / STATE)
-            if not optimizer:
-                model.engine.set_optimizer(to_adamw(AdamParams()))
-
-    def save_for_sampler(self, model_id: str, directory: Path) -> None:
-        """Writes a PEFT adapter, or a model directory with all weights."""
-        with self.using(model_id) as model:
-            model.export(directory)
+    def run(self, command: TrainingCommand[Any]) -> dict[str, float] | None:
+        """Runs a command that all ranks run alike."""
+        match command:
+            case CreateModel():
+                self.create_model(command.model_id, command.spec)
+            case RemoveModel():
+                self.remove_model(command.model_id)
+            case _:
+                with self.using(command.model_id) as model:
+                    return _run(command, model)
+        return None
 
     def adapter(self, model_id: str) -> tuple[Mapping[str, AdapterConfig], dict[str, tuple[Tensor, Tensor]]]:
         """Returns the configs and the whole matrices of a model's adapter, by layer, on every rank."""
@@ -218,6 +205,32 @@ class RankModels:
             tensors = {name: tensor.clone() for name, tensor in stream_adapters(model.engine)}
             configs = dict(model.engine.adapters.configs)
         return configs, {name: (tensors[f"{name}.adapter.a"], tensors[f"{name}.adapter.b"]) for name in configs}
+
+
+def _run(command: TrainingCommand[Any], model: AdapterModel | FullModel) -> dict[str, float] | None:
+    """Runs a command on the model that it names."""
+    match command:
+        case OptimStep(adam=adam):
+            result = model.engine.optimizer_step(to_adamw(adam))
+            return {
+                "grad_norm": result.grad_norm,
+                "lr": result.lr,
+                "step": result.step,
+                "skipped": float(result.skipped),
+            }
+        case DiscardGradients():
+            model.engine.zero_grad()
+        case SaveState(directory=directory):
+            model.save(directory / STATE)
+        case LoadState(directory=directory, optimizer=optimizer):
+            model.load(directory / STATE)
+            if not optimizer:
+                model.engine.set_optimizer(to_adamw(AdamParams()))
+        case SaveForSampler(directory=directory):
+            model.export(directory)
+        case _:
+            raise TypeError(f"{type(command).__name__} is no command of a model.")
+    return None
 
 
 def to_lora(lora: LoRAConfig, groups: Collection[str]) -> LoRA:

@@ -7,20 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.engine import Engine
 from postlude.generate.generator import Generator
-from postlude.generate.protocol import Completion, Request
+from postlude.generate.protocol import Completion, Progress, Request, SamplingUsage
 from postlude.generate.session import Session, SessionTask, in_turns
 from postlude.hf.read_model import end_tokens
 from postlude.lora import AdapterConfig
 from postlude.model import LanguageModel
-from postlude.tinker.backend import SampledSequence, SampleProgress, SampleRequest, SampleResult, TopK
-from postlude.tinker.prompt_scores import PromptScores, has_prompt_scores, score_completions, score_prompts
+from postlude.tinker.backend import PromptScores, SampleRequest, SampleResult, TopK
+from postlude.tinker.prompt_scores import has_prompt_scores, score_completions, score_prompts
 from postlude.tinker.settings import WorkerSettings
 
 
@@ -49,8 +48,9 @@ class SampleEvents:
 
     finished: Mapping[int, SampleResult | Exception]
     """By call."""
-    progress: Sequence[tuple[int, SampleProgress]]
+    progress: Sequence[tuple[int, Progress]]
     busy: bool
+    usage: SamplingUsage = field(default_factory=SamplingUsage)
 
 
 @dataclass(eq=False)
@@ -96,11 +96,9 @@ class RankSampler:
 
     @property
     def busy(self) -> bool:
-        """Whether requests are left."""
         return bool(self._running or self._finished)
 
     def load(self, name: str, configs: Mapping[str, AdapterConfig], pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Loads an adapter under a name."""
         self.generator.load_adapter(name, configs, pairs)
 
     def remove(self, name: str) -> None:
@@ -109,7 +107,6 @@ class RankSampler:
             self.generator.remove_adapter(name)
 
     def add(self, calls: Sequence[SampleCall]) -> None:
-        """Adds requests."""
         for call in calls:
             running = self._running[call.call_id] = _Running(call)
             if not has_prompt_scores(call.request):
@@ -145,9 +142,9 @@ class RankSampler:
                 if running.call.request.topk_sample_logprobs:
                     self._add_task(running, self._score_completions, self._end)
                 else:
-                    self._end(running, self._result(running, [None] * len(running.completions)))
+                    self._end(running, self._result(running, ()))
         finished, self._finished = self._finished, {}
-        return SampleEvents(finished, self._progress(), self.busy)
+        return SampleEvents(finished, self._progress(), self.busy, self._session.usage())
 
     def _start(self, running: _Running) -> None:
         request, adapter = running.call.request, running.call.weights.adapter
@@ -209,7 +206,7 @@ class RankSampler:
         self._session = Session(self.generator)
         return calls
 
-    def _progress(self) -> list[tuple[int, SampleProgress]]:
+    def _progress(self) -> list[tuple[int, Progress]]:
         events = []
         for request_id, running in self._requests.items():
             if running.call.streamed:
@@ -217,24 +214,10 @@ class RankSampler:
                     done = running.reported.get(index, 0)
                     if len(state.tokens) > done:
                         running.reported[index] = len(state.tokens)
-                        new = SampleProgress(index, list(state.tokens[done:]), list(state.logprobs[done:]))
+                        new = Progress(0, index, list(state.tokens[done:]), list(state.logprobs[done:]), None)
                         events.append((running.call.call_id, new))
         return events
 
-    def _result(self, running: _Running, tops: Sequence[TopK | None]) -> SampleResult:
-        completions = [running.completions[index] for index in range(running.call.request.num_samples)]
-        return SampleResult(
-            [
-                SampledSequence(
-                    completion.finish_reason,
-                    np.asarray(completion.tokens, dtype=np.int32),
-                    np.asarray(completion.logprobs, dtype=np.float32),
-                    top,
-                    completion.text,
-                )
-                for completion, top in zip(completions, tops, strict=True)
-            ],
-            running.scores.logprobs,
-            running.scores.top,
-            running.scores.targets,
-        )
+    def _result(self, running: _Running, tops: Sequence[TopK]) -> SampleResult:
+        completions = [completion for _, completion in sorted(running.completions.items())]
+        return SampleResult(completions, tops, running.scores)

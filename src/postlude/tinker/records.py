@@ -21,7 +21,6 @@ Item = TypeVar("Item")
 
 
 def time_text(seconds: float) -> str:
-    """Returns a time in ISO 8601."""
     return datetime.fromtimestamp(min(seconds, LATEST), UTC).isoformat()
 
 
@@ -38,7 +37,6 @@ class Records:
         self._service, self._state = service, service.state
 
     def capabilities(self) -> JSON:
-        """Returns the base models."""
         models = [
             {
                 "model_name": info.name,
@@ -67,7 +65,6 @@ class Records:
         return {"training_runs": [self._run(run) for run in chosen], "cursor": cursor}
 
     def training_run(self, owner: str, run_id: str) -> JSON:
-        """Returns one run."""
         run = self._state.runs.get(run_id)
         if run is None or run.owner != owner:
             raise HTTPError(404, f"there is no training run {run_id[:80]!r}.")
@@ -95,7 +92,7 @@ class Records:
         return self._saved(lambda checkpoint: checkpoint.path.run_id == run_id)
 
     def _saved(self, matches: Callable[[Checkpoint], bool]) -> list[Checkpoint]:
-        """Returns the checkpoints that are wanted and have not expired, oldest first."""
+        """Returns the checkpoints that match and have not expired, oldest first."""
         checkpoints = [checkpoint for checkpoint in self._state.checkpoints.values() if matches(checkpoint)]
         return sorted((c for c in checkpoints if not c.is_expired()), key=lambda checkpoint: checkpoint.created)
 
@@ -112,7 +109,6 @@ class Records:
         }
 
     def checkpoints_of_run(self, owner: str, run_id: str) -> JSON:
-        """Returns the checkpoints of a run."""
         self.training_run(owner, run_id)
         return {"checkpoints": [self._checkpoint(checkpoint) for checkpoint in self._of_run(run_id)]}
 
@@ -122,7 +118,7 @@ class Records:
         listed, cursor = page(owned[::-1], limit, offset)
         return {"checkpoints": [self._checkpoint(checkpoint) for checkpoint in listed], "cursor": cursor}
 
-    def own_checkpoint(self, owner: str, path: TinkerPath) -> Checkpoint:
+    def owned_checkpoint(self, owner: str, path: TinkerPath) -> Checkpoint:
         """Returns a checkpoint of this key; one of another key may be read if it is public, but not changed."""
         checkpoint = self._service.checkpoint(owner, path)
         if checkpoint.owner != owner:
@@ -130,21 +126,19 @@ class Records:
         return checkpoint
 
     async def delete(self, owner: str, path: TinkerPath) -> None:
-        """Deletes a checkpoint."""
-        self.own_checkpoint(owner, path)
+        self.owned_checkpoint(owner, path)
         await self._service.delete(path)
 
     async def set_public(self, owner: str, path: TinkerPath, *, public: bool) -> None:
         """Lets every key read a checkpoint, or not."""
-        await self._service.save(replace(self.own_checkpoint(owner, path), public=public))
+        await self._service.save(replace(self.owned_checkpoint(owner, path), public=public))
 
     async def set_ttl(self, owner: str, path: TinkerPath, seconds: int | None) -> None:
         """Sets when a checkpoint expires, counted from now."""
         expires = time.time() + seconds if seconds is not None else None
-        await self._service.save(replace(self.own_checkpoint(owner, path), expires=expires))
+        await self._service.save(replace(self.owned_checkpoint(owner, path), expires=expires))
 
     def sampler(self, owner: str, sampler_id: str) -> JSON:
-        """Returns a description of a sampler."""
         record = self._service.sampler(owner, sampler_id).record
         return {"sampler_id": sampler_id, "base_model": record.base_model, "model_path": record.path}
 
@@ -155,7 +149,6 @@ class Records:
         return {"sessions": [session.session_id for session in page(sessions, limit, offset)[0]]}
 
     def session(self, owner: str, session_id: str) -> JSON:
-        """Returns one session."""
         record = self._service.session_record(owner, session_id)
         return {
             "training_run_ids": [run.run_id for run in self._state.runs.values() if run.session_id == session_id],

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from postlude.generate.protocol import Progress
 from postlude.serving.http.errors import HTTPError
-from postlude.tinker.backend import ModelLost, SampleProgress, SampleRequest, SampleResult, TinkerBackend
-from postlude.tinker.errors import describe_failure
-from postlude.tinker.futures import Future, FutureStore
+from postlude.serving.http.metrics import GenerationMetrics
+from postlude.tinker.backend import ModelLost, SampleRequest, SampleResult, TinkerBackend
+from postlude.tinker.futures import Future, FutureStore, describe_failure
 from postlude.tinker.limits import Limits
 from postlude.tinker.paths import TinkerPath
 from postlude.tinker.state import SamplerRecord, StateDirectory
@@ -22,8 +23,6 @@ LOG = logging.getLogger("postlude")
 
 @dataclass(eq=False)
 class SamplingSession:
-    """A sampling session."""
-
     record: SamplerRecord
     owner: str
     session_id: str
@@ -37,23 +36,32 @@ class SamplingSession:
 
 
 class Samplers:
-    """All samplers of a server."""
-
-    def __init__(self, backend: TinkerBackend, futures: FutureStore, state: StateDirectory, limits: Limits) -> None:
+    def __init__(
+        self,
+        backend: TinkerBackend,
+        futures: FutureStore,
+        state: StateDirectory,
+        limits: Limits,
+        metrics: GenerationMetrics,
+    ) -> None:
         self._backend, self._futures, self._state, self._limits = backend, futures, state, limits
+        self._metrics = metrics
         self.samplers: dict[str, SamplingSession] = {}  # in the order of last use
         self.closed_reason: dict[str, str] = {}  # samplers that were freed, and why
         self._running: Counter[str] = Counter()  # requests by key
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
+    @property
+    def open_count(self) -> int:
+        return sum(sampler.is_open for sampler in self.samplers.values())
+
     def add(self, sampler: SamplingSession) -> None:
-        """Adds a sampler."""
         self.samplers[sampler.record.sampler_id] = sampler
 
     async def open(self, sampler: SamplingSession) -> None:
-        """Makes a sampler ready; one that was closed is opened again."""
-        identity = sampler.record.sampler_id
-        self.samplers[identity] = self.samplers.pop(identity, sampler)
+        """Opens a sampler in the backend, unless it is open."""
+        sampler_id = sampler.record.sampler_id
+        self.samplers[sampler_id] = self.samplers.pop(sampler_id, sampler)
         async with sampler.lock:
             if sampler.closed_reason is not None:
                 raise HTTPError(410, sampler.closed_reason)
@@ -61,7 +69,7 @@ class Samplers:
                 return
             if sampler.record.snapshot:
                 sampler.closed_reason = (
-                    f"the weights of {identity} were not saved with a name, and the server has been started again "
+                    f"the weights of {sampler_id} were not saved with a name, and the server has been started again "
                     "since. Save them again, with a name to keep them."
                 )
                 raise HTTPError(410, sampler.closed_reason)
@@ -72,7 +80,7 @@ class Samplers:
                     raise HTTPError(404, f"{path} does not exist any more: it was deleted, or it has expired.")
                 directory = self._state.directory_of(path)
             await self._make_room()
-            await self._backend.open_sampler(identity, sampler.record.base_model, directory)
+            await self._backend.open_sampler(sampler_id, sampler.record.base_model, directory)
             sampler.is_open = True
 
     async def register_snapshot(self, sampler: SamplingSession) -> None:
@@ -96,9 +104,9 @@ class Samplers:
                 429, f"{self._running[owner]} samples of this key are running, which is the limit.", retry_after=1.0
             )
 
-    def submit(self, sampler: SamplingSession, request_id: str, content: bytes, request: SampleRequest) -> Future:
+    def submit(self, sampler: SamplingSession, request_id: str, body_digest: bytes, request: SampleRequest) -> Future:
         """Starts a sampling request. Returns its future."""
-        future = self._futures.add(request_id, sampler.owner, "sample", content)
+        future = self._futures.add(request_id, sampler.owner, "sample", body_digest)
         self._tasks[request_id] = asyncio.create_task(self._run(sampler, future, request))
         return future
 
@@ -108,7 +116,7 @@ class Samplers:
             task.cancel()
 
     async def sample(
-        self, sampler: SamplingSession, request: SampleRequest, progress: Callable[[SampleProgress], None] | None = None
+        self, sampler: SamplingSession, request: SampleRequest, progress: Callable[[Progress], None] | None = None
     ) -> SampleResult:
         """Samples, and counts the request while it runs."""
         self._running[sampler.owner] += 1
@@ -116,13 +124,22 @@ class Samplers:
         try:
             await self.open(sampler)
             request = replace(request, client=(sampler.owner, sampler.session_id))
-            return await self._backend.sample(sampler.record.sampler_id, request, progress)
+            self._metrics.begin(len(request.prompt))
+            result = await self._backend.sample(sampler.record.sampler_id, request, progress)
+            for completion in result.completions:
+                times = (completion.queue_seconds, completion.first_token_seconds)
+                self._metrics.end(completion.finish_reason, len(completion.tokens), *times)
+            return result
+        except BaseException as error:
+            reason = "cancelled" if isinstance(error, asyncio.CancelledError) else "failed"
+            for _ in range(request.num_samples):
+                self._metrics.end(reason)
+            raise
         finally:
             sampler.running -= 1
             self._running[sampler.owner] -= 1
 
     async def stop(self) -> None:
-        """Ends all requests."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -140,10 +157,7 @@ class Samplers:
                 sampler.closed_reason = str(error)
             future.fail(str(error), "server")
         except Exception as error:
-            described = describe_failure(error)
-            if described is None:
-                LOG.exception("sampling failed")
-            future.fail(*described or (f"the server failed in this request: {error!r}. Its log has more.", "server"))
+            future.fail(*describe_failure(error, "request"))
         finally:
             self._tasks.pop(future.request_id, None)
 

@@ -90,7 +90,8 @@ async def _serve(
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    async with listening(tinker.build(OpenAIApp(tinker).routes()), host, port) as address:
+    app = service.metrics.requests.counting(tinker.build(OpenAIApp(tinker).routes()))
+    async with listening(app, host, port) as address:
         ready(address)
         await stopped.wait()
         service.futures.close()  # ends the polls

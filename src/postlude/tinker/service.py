@@ -14,17 +14,24 @@ from dataclasses import dataclass, field, replace
 from postlude.serving.http.errors import HTTPError
 from postlude.tinker import bodies
 from postlude.tinker.backend import BaseModelInfo, SampleRequest, TinkerBackend
-from postlude.tinker.errors import storage_sentence
 from postlude.tinker.futures import JSON, Future, FutureStore, digest
 from postlude.tinker.limits import Limits, check_prompt
+from postlude.tinker.metrics import TinkerMetrics
 from postlude.tinker.paths import TinkerPath
 from postlude.tinker.sampling import Samplers, SamplingSession
-from postlude.tinker.state import Checkpoint, SamplerRecord, SessionRecord, StateDirectory, StateRecord
+from postlude.tinker.state import (
+    Checkpoint,
+    SamplerRecord,
+    SessionRecord,
+    StateDirectory,
+    StateRecord,
+    storage_sentence,
+)
 from postlude.tinker.training import TrainedModel, TrainingQueues
 
 LOG = logging.getLogger("postlude")
 SWEEP_SECONDS = 5.0
-SNAPSHOTS = 256  # samplers in memory that are written down of one session
+SNAPSHOTS = 256  # most snapshot samplers that the record of a session lists
 
 
 @dataclass(eq=False)
@@ -36,15 +43,19 @@ class ClientSession:
 
 
 class TinkerService:
-    """One server's clients and what they made."""
-
     def __init__(self, backend: TinkerBackend, state: StateDirectory, limits: Limits | None = None) -> None:
         self.backend, self.state, self.limits = backend, state, limits or Limits()
         self.bases: dict[str, BaseModelInfo] = {info.name: info for info in backend.base_models}
-        self.futures = FutureStore(self.limits)
+        self.metrics = TinkerMetrics(backend.usage)
+        self.futures = FutureStore(self.limits, self.metrics.end)
         self.training = TrainingQueues(backend, self.futures, state, self.limits)
-        self.samplers = Samplers(backend, self.futures, state, self.limits)
+        self.samplers = Samplers(backend, self.futures, state, self.limits, self.metrics.generation)
         self.sessions: dict[str, ClientSession] = {}
+        gauge, training, samplers = self.metrics.add_gauge, self.training, self.samplers
+        gauge("sessions", "Sessions of clients that are alive.", lambda: len(self.sessions))
+        gauge("models", "Models in memory.", lambda: len(training.models))
+        gauge("samplers", "Samplers in memory.", lambda: samplers.open_count)
+        gauge("training_waiting", "Training requests that wait for their turn.", lambda: training.waiting_count)
         self.started = time.time()
         self._sweeper: asyncio.Task[None] | None = None
         self._saving = asyncio.Lock()
@@ -69,7 +80,6 @@ class TinkerService:
     # Sessions
 
     async def create_session(self, owner: str, body: bodies.CreateSessionBody) -> JSON:
-        """Makes a session."""
         open_sessions = sum(session.record.owner == owner for session in self.sessions.values())
         if open_sessions >= self.limits.sessions_per_key:
             raise HTTPError(429, f"{open_sessions} sessions of this key are open, which is the limit.", retry_after=5.0)
@@ -88,7 +98,6 @@ class TinkerService:
         return {"type": "create_session", "session_id": record.session_id}
 
     def heartbeat(self, owner: str, body: bodies.SessionBody) -> JSON:
-        """Keeps a session alive."""
         self.session(owner, body.session_id).heartbeat = time.monotonic()
         return {"type": "session_heartbeat"}
 
@@ -109,7 +118,6 @@ class TinkerService:
         return session
 
     def session_record(self, owner: str, session_id: str) -> SessionRecord:
-        """Returns what is saved of a session of a key."""
         record = self.state.sessions.get(session_id)
         if record is None or record.owner != owner:
             raise HTTPError(404, f"there is no session {session_id[:60]!r}.")
@@ -122,7 +130,6 @@ class TinkerService:
     # Models
 
     def base(self, name: str) -> BaseModelInfo:
-        """Returns a base model."""
         if name not in self.bases:
             names = ", ".join(self.bases)
             raise HTTPError(404, f"there is no base model {name[:80]!r} here; there are {names}.", "model_not_found")
@@ -202,7 +209,7 @@ class TinkerService:
         return SamplerRecord(sampler_id, checkpoint.spec.base_model, path=str(path))
 
     async def record_sampler(self, session_id: str, record: SamplerRecord) -> None:
-        """Writes down a sampler of a session, so that it can be opened after a restart."""
+        """Adds a sampler to the record of its session, so that it can be opened after a restart."""
 
         def with_sampler(session: SessionRecord) -> SessionRecord:
             other_samplers = [sampler for sampler in session.samplers if sampler.sampler_id != record.sampler_id]
@@ -236,12 +243,12 @@ class TinkerService:
         """Starts a sampling request; a retry finds the first one."""
         sampler = self.sampler(owner, body.sampling_session_id)
         request_id = f"{body.sampling_session_id}:request:{body.seq_id}"
-        content = digest(body.model_dump_json().encode())
-        future = self.futures.find(request_id, "sample", content)
+        body_digest = digest(body.model_dump_json().encode())
+        future = self.futures.find(request_id, "sample", body_digest)
         if future is None:
             request = self._sample_request(self.base(sampler.record.base_model), body)
             self.samplers.check_room(owner)
-            future = self.samplers.submit(sampler, request_id, content, request)
+            future = self.samplers.submit(sampler, request_id, body_digest, request)
             future.reply["sample_sequence_ids"] = [f"{request_id}:{number}" for number in range(body.num_samples)]
         return future
 
@@ -272,7 +279,7 @@ class TinkerService:
     # Futures
 
     def future(self, owner: str, request_id: str) -> Future:
-        """Returns a future of a key, or raises what became of it."""
+        """Returns a future of a key. Raises HTTPError with what became of it if it is not kept."""
         future = self.futures.get(request_id)
         if future is not None and future.owner == owner:
             return future
@@ -293,12 +300,12 @@ class TinkerService:
     # Housekeeping
 
     async def save(self, record: StateRecord) -> None:
-        """Saves a description. A full disk is a reply that makes the client try again later."""
+        """Saves a record. If the disk is full, the client is told to try again later."""
         async with self._saving:
             await self._save(record)
 
     async def save_session(self, session_id: str, change: Callable[[SessionRecord], SessionRecord]) -> None:
-        """Changes what is saved of a session; changes at the same time follow each other."""
+        """Changes the record of a session and saves it. Concurrent changes are made one after the other."""
         async with self._saving:
             await self._save(change(self.state.sessions[session_id]))
 

@@ -12,6 +12,7 @@ A checkpoint is written aside, synced to the disk, and renamed: it is there with
 from __future__ import annotations
 
 import contextlib
+import errno
 import secrets
 import shutil
 import time
@@ -142,7 +143,7 @@ class StateDirectory:
             self._lock.release()
 
     def write(self, record: StateRecord) -> None:
-        """Saves a description: atomically, so that a kill leaves the old one or the new one. May run in a thread."""
+        """Saves a record: atomically, so that a kill leaves the old one or the new one. May run in a thread."""
         match record:
             case SessionRecord():
                 path = self.directory / "sessions" / f"{check_name(record.session_id, 'session')}.json"
@@ -154,7 +155,7 @@ class StateDirectory:
         write_atomic(path, _ADAPTERS[type(record)].dump_json(record))
 
     def remember(self, record: StateRecord) -> None:
-        """Makes a description that was saved the one that is served. Runs in the thread that serves."""
+        """Replaces the record in memory by one that was saved. Runs in the thread that serves."""
         match record:
             case SessionRecord():
                 self.sessions[record.session_id] = record
@@ -218,10 +219,10 @@ class StateDirectory:
 
     def delete_files(self, path: TinkerPath) -> None:
         """Deletes the files of a checkpoint that is not served any more. May run in a thread."""
-        doomed = self.scratch / secrets.token_hex(8)
+        renamed = self.scratch / secrets.token_hex(8)
         with contextlib.suppress(FileNotFoundError):
-            self.directory_of(path).rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+            self.directory_of(path).rename(renamed)
+        shutil.rmtree(renamed, ignore_errors=True)
 
     def files_of(self, path: TinkerPath) -> dict[str, Path]:
         """Returns the files of a checkpoint by their names in it."""
@@ -255,6 +256,16 @@ def _read(kind: type[Value], path: Path) -> Value:
             f"{path} cannot be read ({reason}); it was changed by hand. Delete it or restore it."
         ) from error
     return value
+
+
+def storage_sentence(error: OSError, directory: Path) -> str:
+    """Returns a sentence about a write that failed, for the client."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"the disk of the server's state directory {directory} is full, so nothing of this was saved. Delete "
+            "checkpoints, or have space made, and save again; training goes on meanwhile."
+        )
+    return f"the server's state directory {directory} cannot be written: {error.strerror or error}; nothing was saved."
 
 
 def _sibling(path: Path, suffix: str) -> Path:

@@ -19,24 +19,20 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from postlude.serving.http.errors import HTTPError
-from postlude.tinker.backend import ModelLost, ModelSpec, TinkerBackend
-from postlude.tinker.errors import describe_failure, storage_sentence
-from postlude.tinker.futures import JSON, Category, Future, FutureStore
+from postlude.tinker.backend import DiscardGradients, ModelLost, ModelSpec, TinkerBackend
+from postlude.tinker.futures import JSON, Category, Future, FutureStore, describe_failure
 from postlude.tinker.limits import Limits
-from postlude.tinker.state import StateDirectory
+from postlude.tinker.state import StateDirectory, storage_sentence
 
 LOG = logging.getLogger("postlude")
-PREPARED = 4  # the next requests of a model, which are read before their turn, so that ranks do not wait for them
+PREPARED = 4  # so many next requests of a model are read before their turn, so that ranks do not wait for them
 OperationRole = Literal["pass", "step", "other"]
 
 
 @dataclass(eq=False)
 class Operation:
-    """One training request."""
-
     kind: str
-    content: bytes
-    """The digest of the request."""
+    body_digest: bytes
     run: Callable[[Callable[[], None]], Awaitable[JSON | bytes]]
     """Runs it. May call its argument once the next request can be run, before it returns the result."""
     role: OperationRole = "other"
@@ -50,7 +46,7 @@ class Operation:
     future: Future = field(init=False)
     arrived: float = field(default_factory=time.monotonic)
     acknowledged_failure: Future | None = None
-    """The failed pass that its client had been told of when it sent this."""
+    """The failed pass whose failure its client had fetched when it sent this."""
 
 
 @dataclass(eq=False)
@@ -80,8 +76,6 @@ class _Base:
 
 
 class TrainingQueues:
-    """All models of a server."""
-
     def __init__(self, backend: TinkerBackend, futures: FutureStore, state: StateDirectory, limits: Limits) -> None:
         self._backend, self._futures, self._state, self._limits = backend, futures, state, limits
         self.models: dict[str, TrainedModel] = {}
@@ -91,12 +85,15 @@ class TrainingQueues:
         self._tasks: list[asyncio.Task[None]] = []
         self._running: set[asyncio.Task[None]] = set()  # requests, also those whose result is still to come
 
+    @property
+    def waiting_count(self) -> int:
+        return sum(len(model.waiting) for model in self.models.values())
+
     def start(self) -> None:
-        """Begins to run requests."""
         self._tasks = [asyncio.create_task(self._work(base)) for base in self._bases.values()]
 
     async def stop(self) -> None:
-        """Ends; the request that runs is not waited for."""
+        """Cancels all requests, without waiting for the ranks to finish the one that runs."""
         tasks = [*self._tasks, *self._running]
         for task in tasks:
             task.cancel()
@@ -126,7 +123,7 @@ class TrainingQueues:
     def submit(self, model: TrainedModel, seq_id: int, operation: Operation) -> Future:
         """Queues a request, or finds the one that it repeats. Returns its future."""
         request_id = self.request_id(model.model_id, seq_id)
-        future = self._futures.find(request_id, operation.kind, operation.content)
+        future = self._futures.find(request_id, operation.kind, operation.body_digest)
         if future is not None:
             return future
         if seq_id < model.next_seq:
@@ -134,7 +131,7 @@ class TrainingQueues:
         if model.ended is not None:
             raise HTTPError(410, model.ended)
         self.check_room(model, seq_id, operation.size)
-        operation.future = self._futures.add(request_id, model.owner, operation.kind, operation.content)
+        operation.future = self._futures.add(request_id, model.owner, operation.kind, operation.body_digest)
         failed = model.failed_pass
         if failed is not None and failed.fetched is not None:
             operation.acknowledged_failure = failed
@@ -145,7 +142,7 @@ class TrainingQueues:
         return operation.future
 
     def refuse(
-        self, model: TrainedModel, seq_id: int, kind: str, content: bytes, sentence: str, role: OperationRole
+        self, model: TrainedModel, seq_id: int, kind: str, body_digest: bytes, sentence: str, role: OperationRole
     ) -> None:
         """Lets a request that cannot be read fail in its turn, so that the ones after it do not wait for it."""
 
@@ -153,7 +150,7 @@ class TrainingQueues:
             raise ValueError(sentence)
 
         with contextlib.suppress(HTTPError):
-            self.submit(model, seq_id, Operation(kind, content, fail, role))
+            self.submit(model, seq_id, Operation(kind, body_digest, fail, role))
 
     def end(self, model: TrainedModel, sentence: str) -> None:
         """Takes no more requests for a model, fails those that wait, and frees it in its turn."""
@@ -195,7 +192,7 @@ class TrainingQueues:
             self._fail_waiting(model, sentence)
 
             async def drop(_: Callable[[], None], model_id: str = model.model_id) -> JSON:
-                await self._backend.discard_gradients(model_id)
+                await self._backend.train(DiscardGradients(model_id))
                 return {}
 
             operation = Operation("discard_gradients", b"", drop)
@@ -292,7 +289,7 @@ class TrainingQueues:
             self.end(model, sentence)
             return
         except Exception as error:
-            sentence, category = self._sentence(operation.kind, error)
+            sentence, category = self._describe(operation.kind, error)
         operation.future.fail(sentence, category)
         if ran.done():  # what ran after it has used its gradients
             self.end(model, f"the result of a {operation.kind} of {model.model_id} was lost: {sentence}")
@@ -301,18 +298,15 @@ class TrainingQueues:
         elif operation.role == "pass":
             model.failed_pass = operation.future
             try:
-                await self._backend.discard_gradients(model.model_id)
+                await self._backend.train(DiscardGradients(model.model_id))
             except Exception as error:
                 LOG.exception("dropping the gradients of %s failed", model.model_id)
                 self.end(model, f"{model.model_id} failed and its gradients cannot be dropped: {error}")
 
-    def _sentence(self, kind: str, error: Exception) -> tuple[str, Category]:
+    def _describe(self, kind: str, error: Exception) -> tuple[str, Category]:
         if isinstance(error, OSError) and error.errno is not None:
             return storage_sentence(error, self._state.directory), "server"
-        if (described := describe_failure(error)) is not None:
-            return described
-        LOG.exception("%s failed", kind, exc_info=error)
-        return f"the server failed in this {kind}: {error!r}. Its log has more.", "server"
+        return describe_failure(error, kind)
 
     def last_saved(self, run_id: str) -> str:
         """Returns a sentence about what of a run can be loaded."""

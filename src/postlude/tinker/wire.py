@@ -146,7 +146,6 @@ def _indices(raw: bytes, location: str) -> NDArray[np.int64]:
 
 
 def encode_pass(result: ForwardBackwardResult) -> bytes:
-    """Returns the bytes of a ForwardBackwardOutput."""
     message = ForwardBackwardOutput(loss_fn_output_type=OUTPUT_TYPE)
     for name, value in result.metrics.items():
         message.metrics[name] = value
@@ -174,25 +173,25 @@ def encode_pass(result: ForwardBackwardResult) -> bytes:
 
 
 def encode_sample(result: SampleResult) -> bytes:
-    """Returns the bytes of a SampleResponse."""
     message = SampleResponse(prompt_cache_hit_tokens=result.prompt_cache_hit_tokens)
-    for sequence in result.sequences:
-        entry = message.sequences.add(
-            stop_reason=("stop", "length").index(sequence.stop_reason),
-            tokens=np.asarray(sequence.tokens, "<i4").tobytes(),
-            logprobs=np.asarray(sequence.logprobs, "<f4").tobytes(),
+    for completion in result.completions:
+        message.sequences.add(
+            stop_reason=("stop", "length").index(completion.finish_reason),
+            tokens=np.asarray(completion.tokens, "<i4").tobytes(),
+            logprobs=np.asarray(completion.logprobs, "<f4").tobytes(),
         )
-        if sequence.topk is not None:
-            _set_topk(entry.topk_sampled_logprobs, sequence.topk)
-    if result.prompt_logprobs is not None:
-        message.prompt_logprobs = np.asarray(result.prompt_logprobs, "<f4").tobytes()
-    if result.topk_prompt is not None:
-        _set_topk(message.topk_prompt_logprobs, result.topk_prompt)
-    if result.target_prompt_logprobs is not None:
+    for entry, topk in zip(message.sequences, result.topk_samples, strict=False):
+        _set_topk(entry.topk_sampled_logprobs, topk)
+    scores = result.prompt
+    if scores.logprobs is not None:
+        message.prompt_logprobs = np.asarray(scores.logprobs, "<f4").tobytes()
+    if scores.top is not None:
+        _set_topk(message.topk_prompt_logprobs, scores.top)
+    if scores.targets is not None:
         target = message.target_prompt_logprobs
-        target.dense = np.asarray(result.target_prompt_logprobs, "<f4").tobytes()
+        target.dense = np.asarray(scores.targets, "<f4").tobytes()
         target.dtype = FLOAT32
-        target.shape.extend(result.target_prompt_logprobs.shape)
+        target.shape.extend(scores.targets.shape)
     encoded: bytes = message.SerializeToString()
     return encoded
 

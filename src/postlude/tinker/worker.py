@@ -21,16 +21,38 @@ import torch
 import torch.distributed as dist
 
 from postlude.engine.result import PassResult
+from postlude.generate.protocol import SamplingUsage
 from postlude.hf.load import load_tokenizer
 from postlude.hf.peft import CONFIG as PEFT_CONFIG
 from postlude.hf.peft import read_adapter
 from postlude.hf.read_model import context_length, read_model
 from postlude.hf.read_peft import from_peft
 from postlude.objectives.summed import SUMMED_LOSSES
-from postlude.tinker.backend import BaseModelInfo, ForwardBackwardResult, PassRequest
+from postlude.tinker.backend import (
+    BaseModelInfo,
+    CloseSampler,
+    ForwardBackward,
+    ForwardBackwardResult,
+    OpenSampler,
+    PassRequest,
+    SampleCommand,
+    SaveForSampler,
+    SnapshotSampler,
+    TinkerCommand,
+    TrainingCommand,
+)
 from postlude.tinker.datums import EXTRA_TOKENS, Pass, read_pass, to_result
 from postlude.tinker.limits import check_prompt
-from postlude.tinker.messages import ERROR, PROGRESS, RAN, READY, RESULT, Call, Cancel, SampleCommand, TrainingCommand
+from postlude.tinker.messages import (
+    ERROR,
+    PROGRESS,
+    RAN,
+    READY,
+    RESULT,
+    USAGE,
+    Call,
+    Cancel,
+)
 from postlude.tinker.model_sampler import ModelSampler
 from postlude.tinker.prompt_scores import check_prompt_scores
 from postlude.tinker.rank_connection import RankConnection, StagedPasses
@@ -39,12 +61,13 @@ from postlude.tinker.rank_sampler import RankSampler, SampleCall, SampleEvents, 
 from postlude.tinker.settings import WorkerSettings
 from postlude.world.agreement import Rank0Controller, if_picklable
 
+USAGE_SECONDS = 1.0  # between two reports of how busy sampling is
 STEP_SECONDS = 0.05
-"""How long ranks sample before rank 0 looks for new calls, if there are several: a call of all of them costs time."""
+"""How long several ranks sample before rank 0 looks for new calls, since each call of all ranks costs time."""
 BURST_SECONDS, MAX_BURST_SECONDS = 0.01, 0.05
-"""How long idle ranks wait for another sample, after the last one and after the first: a burst then has one prefill.
+"""How long idle ranks wait for more sample calls, after the newest and after the first: a burst then has one prefill.
 
-A sample that is streamed, to somebody who watches, is not kept waiting.
+A streamed sample, which somebody watches, does not wait.
 """
 LOG = logging.getLogger("postlude")
 Result = TypeVar("Result")
@@ -62,16 +85,14 @@ class RankWorker:
         self.model_sampler = ModelSampler(lambda: RankSampler(engine, tokenizer, settings))
 
     def run(self, command: Callable[[RankWorker], Result]) -> Result:
-        """Runs a command. Only rank 0's result is used, except of `sample`."""
+        """Runs a command. Of all commands but `sample`, only rank 0's result is used."""
         return command(self)
 
     def run_pass(self, model_id: str, request: Pass) -> PassResult:
-        """Runs a pass."""
         return self.models.run_pass(model_id, request)
 
-    def save_for_sampler(self, model_id: str, directory: Path) -> None:
-        """Writes the weights of a model."""
-        self.models.save_for_sampler(model_id, directory)
+    def train(self, command: TrainingCommand[Any]) -> dict[str, float] | None:
+        return self.models.run(command)
 
     def snapshot(self, model_id: str, adapter: str) -> None:
         """Gives the sampler a copy of a model's adapter."""
@@ -89,14 +110,13 @@ class RankWorker:
         self.model_sampler.load(name, directory)
 
     def remove_weights(self, weights: SamplerWeights) -> None:
-        """Frees what a sampler samples."""
         if weights.adapter is not None:
             self.sampler.remove(weights.adapter)
         if weights.model is not None:
             self.model_sampler.remove(weights.model)
 
     def sample(self, calls: Sequence[SampleCall], cancelled: Sequence[int], seconds: float) -> SampleEvents:
-        """Adds this rank's share of new calls, and samples for about so many seconds, one step at least."""
+        """Adds this rank's share of new calls, and samples for about `seconds`, one step at least."""
         finished: dict[int, Any] = {}
         progress: list[Any] = []
         if cancelled:
@@ -108,14 +128,15 @@ class RankWorker:
             self.sampler.add([call for call in local_calls if call.weights.model is None])
         end = time.monotonic() + seconds
         while True:
-            busy = False
+            busy, usage = False, SamplingUsage()
             for sampler in (self.sampler, self.model_sampler):
                 events = _step(sampler)
                 finished |= events.finished
                 progress += events.progress
                 busy = busy or events.busy
+                usage += events.usage
             if not busy or time.monotonic() >= end:
-                return SampleEvents(finished, progress, busy)
+                return SampleEvents(finished, progress, busy, usage)
 
 
 def _step(sampler: RankSampler | ModelSampler) -> SampleEvents:
@@ -130,7 +151,7 @@ def _step(sampler: RankSampler | ModelSampler) -> SampleEvents:
         return SampleEvents(dict.fromkeys(sampler.fail_all(), failure), [], busy=False)
 
 
-_TrainingCalls: TypeAlias = deque[tuple[int, TrainingCommand[Any]]]
+_TrainingCalls: TypeAlias = deque[tuple[int, TinkerCommand[Any]]]
 
 
 class Worker:
@@ -158,6 +179,7 @@ class Worker:
         self._sampling: set[int] = set()
         """The unfinished sample calls."""
         self._next_rank = 0
+        self._sent_usage = 0.0
         self._send_ran: Callable[[], None] = lambda: None
         """Tells the HTTP process that the pass of the current call has run, before its result, which is large."""
 
@@ -202,7 +224,6 @@ class Worker:
         self.samplers[sampler_id] = weights
 
     def snapshot_sampler(self, model_id: str, sampler_id: str) -> None:
-        """Opens a sampler of a model's weights as they are now."""
         if not self.rank.models.is_full(model_id):
             self.on_ranks(partial(RankWorker.snapshot, model_id=model_id, adapter=sampler_id))
             self.samplers[sampler_id] = SamplerWeights(adapter=sampler_id)
@@ -210,7 +231,7 @@ class Worker:
         directory = self._snapshot_directory(sampler_id)
         try:
             directory.mkdir(parents=True)
-            self.on_ranks(partial(RankWorker.save_for_sampler, model_id=model_id, directory=directory))
+            self.on_ranks(partial(RankWorker.train, command=SaveForSampler(model_id, directory)))
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
@@ -218,7 +239,6 @@ class Worker:
         self.samplers[sampler_id] = SamplerWeights(model=sampler_id)
 
     def close_sampler(self, sampler_id: str) -> None:
-        """Closes a sampler."""
         weights = self.samplers.pop(sampler_id, SamplerWeights())
         if weights != SamplerWeights():
             self.on_ranks(partial(RankWorker.remove_weights, weights=weights))
@@ -251,18 +271,18 @@ class Worker:
     def serve(self, connection: RankConnection) -> None:
         """Runs calls until the HTTP process closes the connection."""
         training: _TrainingCalls = deque()
-        sampling_time = 0.0  # seconds of sampling that are owed before the next training call
+        sampling_due = 0.0  # seconds of sampling before the next training call
         while True:
             if not self._receive_all(training, connection):
                 return
-            if training and (not self._sampling or sampling_time <= 0):
+            if training and (not self._sampling or sampling_due <= 0):
                 began = time.monotonic()
                 self._run(*training.popleft(), connection)
-                sampling_time = time.monotonic() - began
+                sampling_due = time.monotonic() - began
             elif self._sampling:
                 began = time.monotonic()
                 self._sample(connection)
-                sampling_time -= time.monotonic() - began
+                sampling_due -= time.monotonic() - began
 
     def _receive_all(self, training: _TrainingCalls, connection: RankConnection) -> bool:
         """Receives the calls that are there; if there is nothing to do, waits for some. Returns False at the end."""
@@ -285,7 +305,7 @@ class Worker:
                 self._sampling.remove(message.call_id)
                 self._new = [call for call in self._new if call.call_id != message.call_id]
                 self._cancelled.append(message.call_id)
-        elif isinstance(message.command, TrainingCommand):
+        elif not isinstance(message.command, SampleCommand):
             training.append((message.call_id, message.command))
         else:
             try:
@@ -296,10 +316,26 @@ class Worker:
                 self._new.append(call)
                 self._sampling.add(call.call_id)
 
-    def _run(self, call_id: int, command: TrainingCommand[Any], connection: RankConnection) -> None:
+    def run(self, command: TinkerCommand[Any]) -> Any:
+        """Returns the result of a command. Only those whose checks or results are rank 0's have methods here."""
+        match command:
+            case ForwardBackward():
+                return self.forward_backward(command.model_id, command.request)
+            case OpenSampler():
+                return self.open_sampler(command.sampler_id, command.directory)
+            case SnapshotSampler():
+                return self.snapshot_sampler(command.model_id, command.sampler_id)
+            case CloseSampler():
+                return self.close_sampler(command.sampler_id)
+            case TrainingCommand():
+                return self.on_ranks(partial(RankWorker.train, command=command))
+            case _:
+                raise TypeError(f"{type(command).__name__} is not run between steps of sampling.")
+
+    def _run(self, call_id: int, command: TinkerCommand[Any], connection: RankConnection) -> None:
         self._send_ran = lambda: connection.send_at_once((RAN, call_id, None))
         try:
-            result = command.run(self)
+            result = self.run(command)
         except (ValueError, TypeError, LookupError, OSError, RuntimeError, ArithmeticError) as error:
             if not isinstance(error, (ValueError, TypeError)):
                 LOG.exception("%s failed", type(command).__name__)
@@ -313,15 +349,20 @@ class Worker:
         calls, self._new = self._new, []
         cancelled, self._cancelled = self._cancelled, []
         seconds = 0.0 if self.controller.group is None else STEP_SECONDS
+        usage = SamplingUsage()
         for events in self.controller.call_all(
             partial(RankWorker.sample, calls=calls, cancelled=cancelled, seconds=seconds)
         ):
+            usage += events.usage
             for call_id, progress in events.progress:
                 connection.send((PROGRESS, call_id, progress))
             for call_id, result in events.finished.items():
                 self._sampling.discard(call_id)
                 kind = ERROR if isinstance(result, Exception) else RESULT
                 connection.send((kind, call_id, _sendable(result) if isinstance(result, Exception) else result))
+        if not self._sampling or time.monotonic() - self._sent_usage >= USAGE_SECONDS:
+            self._sent_usage = time.monotonic()
+            connection.send((USAGE, 0, usage))
 
 
 def run_worker(settings: WorkerSettings, address: str | tuple[str, int], key: bytes) -> None:

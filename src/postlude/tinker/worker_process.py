@@ -19,29 +19,27 @@ from pathlib import Path
 from typing import Any
 
 from postlude.cluster.ray_cluster import LOCAL
-from postlude.tinker.backend import BaseModelInfo, PassRequest, SampleProgress
+from postlude.generate.protocol import Progress, SamplingUsage
+from postlude.tinker.backend import BaseModelInfo, PassRequest, Result, TinkerCommand
 from postlude.tinker.messages import (
     ERROR,
     PROGRESS,
     RAN,
     READY,
     RESULT,
+    USAGE,
     Call,
     Cancel,
-    Result,
-    SampleCommand,
     StagePass,
-    TrainingCommand,
-    UnstagePass,
     take_all,
 )
 from postlude.tinker.rank_listener import Address, RankListener
 from postlude.tinker.settings import WorkerSettings
 
 CLOSE_SECONDS = 10.0
-"""For ranks to end by themselves."""
+"""How long ranks may take to end by themselves."""
 STAGED_BYTES = 256 * 1024**2
-"""Of passes that rank 0 holds before their turn."""
+"""The most bytes of passes that rank 0 holds before their turn."""
 
 
 class WorkerDied(RuntimeError):
@@ -56,11 +54,13 @@ class WorkerProcess:
         self.info: BaseModelInfo | None = None
         self.death: str | None = None
         """Why the ranks ended; None while they run."""
+        self.usage = SamplingUsage()
+        """How busy sampling was when the ranks reported it last."""
         self._ids = itertools.count()
         self._pending: dict[int, asyncio.Future[Any]] = {}
-        self._progress: dict[int, Callable[[SampleProgress], None]] = {}
+        self._progress: dict[int, Callable[[Progress], None]] = {}
         self._ran: dict[int, Callable[[], None]] = {}
-        self._outbox: queue.SimpleQueue[Call | Cancel | StagePass | UnstagePass | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Call | Cancel | StagePass | None] = queue.SimpleQueue()
         self._staged: dict[PassRequest, int] = {}  # the number of each pass that rank 0 has before its turn
         self._staged_bytes = 0
         self._process: Any = None
@@ -93,8 +93,8 @@ class WorkerProcess:
 
     async def call(
         self,
-        command: TrainingCommand[Result] | SampleCommand,
-        progress: Callable[[SampleProgress], None] | None = None,
+        command: TinkerCommand[Result],
+        progress: Callable[[Progress], None] | None = None,
         ran: Callable[[], None] | None = None,
     ) -> Result:
         """Returns the result of a command, or raises its error. If a task is cancelled, sampling ends.
@@ -132,7 +132,7 @@ class WorkerProcess:
     def unstage(self, request: PassRequest) -> None:
         """Has rank 0 drop a pass that was staged, if it was."""
         if (number := self.take_staged(request)) is not None:
-            self._outbox.put(UnstagePass(number))
+            self._outbox.put(StagePass(number, None))
 
     def take_staged(self, request: PassRequest) -> int | None:
         """Returns the number of a staged pass, once, to run it; None if rank 0 does not have it."""
@@ -142,7 +142,6 @@ class WorkerProcess:
         return number
 
     async def stop(self) -> None:
-        """Ends the ranks."""
         self._outbox.put(None)
         if self._process is None:
             return
@@ -195,6 +194,8 @@ class WorkerProcess:
         elif kind == PROGRESS:
             if call_id in self._progress:
                 self._progress[call_id](value)
+        elif kind == USAGE:
+            self.usage = value
         elif kind == RAN:
             if call_id in self._ran:
                 self._ran[call_id]()
@@ -205,6 +206,7 @@ class WorkerProcess:
                 future.set_result(value)
 
     def _die(self, reason: str) -> None:
+        self.usage = SamplingUsage()
         self.death = f"the ranks of {self.settings.name} have ended: {reason.rstrip('.')}."
         for future in (self._ready, *self._pending.values()):
             if not future.done():

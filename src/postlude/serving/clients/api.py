@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 from postlude.generate.protocol import Completion, FinishReason, Request
 from postlude.serving.errors import InvalidResponse, ServerBusy
+from postlude.serving.weights.delta import WeightPieces
 
 ABORTED = frozenset({"abort", "cancelled"})
 FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 class SendRequest(Protocol):
-    """Sends one HTTP request to the server."""
-
     async def __call__(self, method: str, path: str, body: Any = None) -> Any:
         """Returns the JSON of the reply, or raises one of `serving.errors`."""
 
@@ -30,6 +29,18 @@ class TensorSpecs:
     dtypes: Sequence[str]
     """torch's names without "torch."."""
     shapes: Sequence[Sequence[int]]
+    handles: Mapping[str, str] = field(default_factory=dict)
+    """The handle of the trainer's shared buffer, by device (`serving.vllm.shared_buffers`); empty if bytes are sent."""
+
+
+class DraftCounts(NamedTuple):
+    """What a server that drafts has counted since its start."""
+
+    steps: int
+    """Steps of completions in which tokens were drafted."""
+    drafted: int
+    accepted: int
+    """Tokens."""
 
 
 class ServerAPI(ABC):
@@ -42,15 +53,20 @@ class ServerAPI(ABC):
     """Whether it reports the checksum of the weights that it read."""
     has_logit_rules: bool = False
     """Whether it samples with penalties, a JSON schema and the likeliest tokens, with log-probs before these."""
+    has_sampling_mask: bool = False
+    """Whether it can return the tokens that each token was sampled from."""
+    takes_pieces: bool = False
+    """Whether it can be sent weights in pieces, all or those that changed."""
     reports_hashes: bool = False
     """Whether it reports a hash of each parameter in its memory."""
     can_receive_weights: bool = False
     """Whether it can receive new weights over the network while it runs."""
+    asleep: bool = False
+    """Whether it has neither weights nor KV cache in memory."""
     omits_stop_tokens: bool = False
     """Whether a token that ended a completion may be missing, so that a completion may be empty."""
 
     async def detect_features(self, send: SendRequest) -> None:
-        """Checks that the server replies, and detects what it supports."""
         await send("GET", "/v1/models")
 
     async def model_names(self, send: SendRequest) -> list[str]:
@@ -81,8 +97,12 @@ class ServerAPI(ABC):
     async def is_paused(self, send: SendRequest) -> bool:
         return False
 
+    async def draft_counts(self, send: SendRequest) -> DraftCounts | None:
+        """Returns its counts of drafts; None if it does not draft, or does not say."""
+        return None
+
     async def weights_checksum(self, send: SendRequest) -> str | None:
-        """Returns the checksum of its weights, as `hf.checksum` computes it; None if it reports none."""
+        """Returns the checksum of its weights, as `hf.tensor_sources.checksum` computes it; None if it reports none."""
         return None
 
     async def parameter_hashes(self, send: SendRequest) -> Mapping[str, str] | None:
@@ -100,6 +120,14 @@ class ServerAPI(ABC):
         """Reads weights from a directory and calls them `version`. Running completions continue with them."""
         raise NotImplementedError(f"{self.name} takes no new weights")
 
+    async def send_piece(self, send: SendRequest, piece: bytes) -> None:
+        """Sends a piece of new weights (`weights.delta`). With the last one it uses them, as after a `reload`."""
+        raise NotImplementedError(f"{self.name} takes no weights in pieces")
+
+    async def read_pieces(self, send: SendRequest, weights: WeightPieces) -> None:
+        """Makes it read the pieces itself, as if they were sent. It refuses with status 404 if it does not see them."""
+        raise NotImplementedError(f"{self.name} takes no weights in pieces")
+
     async def adapter_problem(self, send: SendRequest) -> str:
         """Returns why it cannot load LoRA adapters while it runs, as text that follows its URL; "" if it can."""
         return f"is {self.name}, which is not given adapters"
@@ -110,6 +138,14 @@ class ServerAPI(ABC):
         A request with the model `name` uses it. Running completions continue with it.
         """
         raise NotImplementedError(f"{self.name} takes no adapters")
+
+    async def sleep(self, send: SendRequest) -> None:
+        """Frees the memory of weights and KV cache, so that a trainer on the same device can use it."""
+        raise NotImplementedError(f"{self.name} keeps its memory")
+
+    async def wake(self, send: SendRequest) -> None:
+        """Takes requests again, with the weights that were sent since `sleep`."""
+        raise NotImplementedError(f"{self.name} keeps its memory")
 
     async def worker_count(self, send: SendRequest) -> int:
         """Returns how many processes hold its model. Each joins the channel, a process group for weights."""

@@ -21,8 +21,9 @@ from postlude.serving.clients.api import ServerAPI
 from postlude.serving.clients.llama_cpp import LlamaCppAPI
 from postlude.serving.clients.openai import OpenAIAPI
 from postlude.serving.clients.postlude import PostludeAPI
-from postlude.serving.clients.remote_server import BUSY_TIMEOUT, RemoteServer, WeightsVersion
+from postlude.serving.clients.remote_server import BUSY_TIMEOUT, RemoteServer
 from postlude.serving.clients.server_pool import Counts, ServerPool
+from postlude.serving.clients.server_weights import WeightsVersion
 from postlude.serving.clients.sglang import SGLangAPI
 from postlude.serving.clients.vllm import VLLMAPI
 from postlude.serving.errors import InvalidResponse, RequestRefused, ServerError, ServerUnavailable
@@ -90,8 +91,8 @@ class GenerationClient:
         self.tokenizer = tokenizer
 
         def make_server(url: str) -> RemoteServer:
-            server_api = user_api() if user_api else None if api == "auto" else make_api(api, extra)
-            api_or_detector = server_api or partial(detect_api, extra)
+            server_api = user_api() if user_api else None if api == "auto" else make_api(api, extra, vocab_size)
+            api_or_detector = server_api or partial(detect_api, extra, vocab_size)
             key = api_key(url) if callable(api_key) else api_key
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
             return RemoteServer(url, api_or_detector, model, headers=headers, timeout=timeout, vocab_size=vocab_size)
@@ -108,6 +109,7 @@ class GenerationClient:
         self._thread = threading.Thread(target=self._loop.run_forever, name="postlude servers", daemon=True)
         self._thread.start()
         self._request_ids = itertools.count()
+        self._running: dict[int, list[concurrent.futures.Future[None]]] = {}  # by request id
         self._finished: queue.SimpleQueue[FinishedCompletion] = queue.SimpleQueue()
 
     def generate(
@@ -145,9 +147,21 @@ class GenerationClient:
             except Exception as error:
                 self._finished.put(FinishedCompletion(request_id, index, None, error))
 
-        for index, single_request in enumerate(_split(request)):
-            self.start(generate(index, single_request))
+        self._running[request_id] = [
+            self.start(generate(index, single_request)) for index, single_request in enumerate(_split(request))
+        ]
+        for future in self._running[request_id]:
+            future.add_done_callback(lambda _: self._forget(request_id))
         return request_id
+
+    def cancel(self, request_id: int) -> None:
+        """Ends a request: its connections close, after which servers stop."""
+        for future in self._running.pop(request_id, ()):
+            future.cancel()
+
+    def _forget(self, request_id: int) -> None:
+        if all(future.done() for future in self._running.get(request_id, ())):
+            self._running.pop(request_id, None)
 
     def poll(self, timeout: float | None = 0.0) -> list[FinishedCompletion]:
         finished = []
@@ -169,13 +183,12 @@ class GenerationClient:
             self.wait_for_reload()
 
     def wait_for_reload(self) -> None:
-        """Waits until servers have the newest weights."""
         self.run(self.pool.wait_for_reload())
 
     def directories_in_use(self) -> set[str]:
         """Returns the directories that servers may read: that of the newest weights, and those being read now."""
         newest = self.pool.weights
-        reading = (server.reading_directory for server in self.pool.servers)
+        reading = (server.weights.reading_directory for server in self.pool.servers)
         newest_directories = () if newest is None else (newest.directory, newest.adapter_directory)
         return {directory for directory in (*newest_directories, *reading) if directory}
 
@@ -230,7 +243,6 @@ class GenerationClient:
         return self.start(work).result()
 
     def start(self, work: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
-        """Starts a coroutine in the client's event loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _cancel_all(self) -> None:
@@ -266,25 +278,24 @@ async def _gather(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
             task.cancel()
 
 
-def make_api(name: str, extra: Mapping[str, Any] | None) -> ServerAPI:
-    """Returns the API of this name, for one server."""
+def make_api(name: str, extra: Mapping[str, Any] | None, vocab_size: int | None) -> ServerAPI:
     match name:
         case "postlude":
             return PostludeAPI()
         case "vllm":
-            return VLLMAPI(extra)
+            return VLLMAPI(extra, vocab_size)
         case "sglang":
             return SGLangAPI()
         case "llama.cpp":
             return LlamaCppAPI()
         case _:
-            return OpenAIAPI(extra)
+            return OpenAIAPI(extra, vocab_size)
 
 
-def detect_api(extra: Mapping[str, Any] | None, models: Any) -> ServerAPI:
+def detect_api(extra: Mapping[str, Any] | None, vocab_size: int | None, models: Any) -> ServerAPI:
     """Returns the API of a server, by its reply to /v1/models."""
     try:
         owner = str(models["data"][0]["owned_by"]).lower()
     except (KeyError, TypeError, IndexError):
         owner = ""
-    return make_api(API_BY_OWNER.get(owner, "openai"), extra)
+    return make_api(API_BY_OWNER.get(owner, "openai"), extra, vocab_size)

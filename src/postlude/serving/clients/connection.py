@@ -18,6 +18,7 @@ from postlude.serving.errors import InvalidResponse, RequestCancelled, RequestRe
 
 MAX_REPLY = 1 << 28  # bytes
 MAX_HEADERS = 256
+BYTES = "application/octet-stream"  # of a body that is not JSON
 BUSY = 429
 TEMPORARY = frozenset({408, 409, 425, 500, 502, 503, 504})
 REFUSED = frozenset({400, 404, 413, 422})
@@ -26,8 +27,6 @@ CONNECTION_ERRORS = (OSError, asyncio.IncompleteReadError, EOFError)
 
 @dataclass(frozen=True)
 class Reply:
-    """An HTTP reply."""
-
     status: int
     headers: Mapping[str, str]
     """By their names in lower case."""
@@ -66,9 +65,10 @@ class ServerConnection:
 
     async def request(self, method: str, path: str, body: Any = None, *, timeout: float) -> Reply:
         """Returns the reply, whatever its status. Raises `ServerUnavailable` if none comes within `timeout` seconds."""
-        data = b"" if body is None else json.dumps(body).encode()
+        data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        headers = self._headers | ({"Content-Type": BYTES} if isinstance(body, bytes) else {})
         head = f"{method} {self._root}{path} HTTP/1.1\r\n"
-        head += "".join(f"{name}: {value}\r\n" for name, value in self._headers.items())
+        head += "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         message = f"{head}Content-Length: {len(data)}\r\n\r\n".encode("latin-1") + data
         timeout_scope = asyncio.timeout(timeout)
         self._timeouts[timeout_scope] = False
@@ -120,7 +120,6 @@ class ServerConnection:
                 timeout_scope.reschedule(asyncio.get_running_loop().time())
 
     def close(self) -> None:
-        """Closes the idle connections."""
         for connection in self._idle:
             connection.writer.close()
         self._idle.clear()
@@ -197,8 +196,8 @@ def _reason(error: BaseException) -> str:
 def json_or_raise(reply: Reply) -> Any:
     """Returns the JSON of a successful reply. Raises the error for any other status."""
     if 200 <= reply.status < 300:
-        # vLLM confirms a loaded adapter with a sentence.
-        return reply.body.decode() if reply.body.startswith(b"Success") else reply.json()
+        # vLLM confirms a loaded adapter with a sentence, and its metrics are Prometheus's text.
+        return reply.body.decode(errors="replace") if reply.body.startswith((b"Success", b"# ")) else reply.json()
     problem = f"status {reply.status}: {_message(reply)}"
     retry_after = reply.headers.get("retry-after", "")
     seconds = float(retry_after) if retry_after.replace(".", "", 1).isdigit() else 0.0

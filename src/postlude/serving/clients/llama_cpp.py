@@ -27,7 +27,6 @@ class LlamaCppAPI(ServerAPI):
     omits_stop_tokens = True
 
     async def max_length(self, send: SendRequest, model: str) -> int | None:
-        """Returns the context length of one of its slots."""
         try:
             length = (await send("GET", "/props"))["default_generation_settings"]["n_ctx"]
         except (RequestRefused, KeyError, TypeError):

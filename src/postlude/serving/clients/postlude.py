@@ -2,9 +2,13 @@
 
     GET  /v1/models    as OpenAI's, owned by "postlude"
     POST /generate     {model, prompt, first_index, sampling} -> {tokens, logprobs, sampled_logprobs, finish_reason,
-                       text, versions: [[version, start, end]]}; `sampling` has the fields of `SamplingParams`
+                       text, sampling_mask, versions: [[version, start, end]]}; `sampling` has the fields of
+                       `SamplingParams`, `sampling_mask` the tokens that each token was sampled from, or is null
     GET  /weights      -> {version, checksum}, each null where there is none
     POST /weights      {directory, version} -> the same, after the weights are loaded
+    POST /weights/pieces   a piece of new weights as bytes (`weights.delta`) -> the same, of the new ones after the last
+    POST /weights/pieces/files   {directory, version, checksum, base} -> the same: it reads the pieces itself, of the
+                       changes since the version `base` or, if it is null, of all weights; 404 without the directory
     POST /adapters     {name, directory, version} -> the same, after the adapter of peft's files is loaded or replaced;
                        requests whose model is `name` use it
 
@@ -14,8 +18,10 @@ is no token id, and "ab" is no list of stop strings.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from pydantic import create_model
@@ -25,21 +31,23 @@ from postlude.generate.sampling_params import SamplingParams
 from postlude.serving.clients.api import SendRequest, ServerAPI, make_completion
 from postlude.serving.errors import InvalidResponse
 from postlude.serving.request_body import Body, Tokens
+from postlude.serving.weights.delta import WeightPieces
 
 OWNER = "postlude"
-GENERATE, WEIGHTS, ADAPTERS = "/generate", "/weights", "/adapters"
+GENERATE, WEIGHTS, PIECES, ADAPTERS = "/generate", "/weights", "/weights/pieces", "/adapters"
+PIECE_FILES = f"{PIECES}/files"
 _TYPES = get_type_hints(SamplingParams)
 _FIELDS: dict[str, Any] = {field.name: (_TYPES[field.name], field.default) for field in fields(SamplingParams)}
 _SamplingBody = create_model("_SamplingBody", __base__=Body, **_FIELDS)
 
 
 class PostludeAPI(ServerAPI):
-    """The API of `postlude serve`."""
-
     name = "postlude"
     can_reload_weights = True
     reports_checksum = True
     has_logit_rules = True
+    has_sampling_mask = True
+    takes_pieces = True
 
     async def generate(self, send: SendRequest, model: str, request: Request) -> Completion:
         body = {
@@ -63,6 +71,17 @@ class PostludeAPI(ServerAPI):
         """Loads weights. Running completions continue: the new model prefills their tokens again."""
         await send("POST", WEIGHTS, {"directory": directory, "version": version})
 
+    async def send_piece(self, send: SendRequest, piece: bytes) -> None:
+        """Sends a piece. After the last one running completions continue: their tokens are prefilled again."""
+        await send("POST", PIECES, piece)
+
+    async def read_pieces(self, send: SendRequest, weights: WeightPieces) -> None:
+        """Makes it read the changes since `base`, or all weights, from their directory."""
+        body = PieceFilesBody(
+            directory=str(weights.directory), version=weights.version, checksum=weights.checksum, base=weights.base
+        )
+        await send("POST", PIECE_FILES, dict(body))
+
     async def adapter_problem(self, send: SendRequest) -> str:
         """Returns "": every server loads adapters."""
         return ""
@@ -82,15 +101,23 @@ class GenerateBody(Body):
 
 
 class WeightsBody(Body):
-    """The body of POST /weights."""
-
     directory: str
     version: str
 
 
-class AdapterBody(Body):
-    """The body of POST /adapters."""
+class PieceFilesBody(Body):
+    """The body of POST /weights/pieces/files."""
 
+    directory: str
+    version: str
+    checksum: str
+    base: str | None = None
+
+    def weights(self) -> WeightPieces:
+        return WeightPieces(Path(self.directory), self.version, self.checksum, self.base)
+
+
+class AdapterBody(Body):
     name: str
     directory: str
     version: str
@@ -103,16 +130,19 @@ def read_request(body: GenerateBody, adapter: str | None = None, client: tuple[s
 
 
 def write_completion(completion: Completion) -> dict[str, Any]:
-    """Returns a completion as JSON values."""
     return {
         "tokens": completion.tokens,
         "logprobs": completion.logprobs,
         "sampled_logprobs": completion.sampled_logprobs,
         "finish_reason": completion.finish_reason,
         "text": completion.text,
+        "reused_prompt_tokens": completion.reused_prompt_tokens,
         "drafted": completion.drafted,
         "accepted": completion.accepted,
         "top_logprobs": completion.top_logprobs,
+        "sampling_mask": None
+        if completion.sampling_mask is None
+        else [list(mask) for mask in completion.sampling_mask],
         "versions": [list(span) for span in completion.versions],
     }
 
@@ -122,9 +152,12 @@ def read_completion(body: Any) -> Completion:
     try:
         completion = make_completion(body["tokens"], body["logprobs"], body["finish_reason"], body["text"])
         sampled = make_completion(body["tokens"], body["sampled_logprobs"], body["finish_reason"]).logprobs
+        masks = body["sampling_mask"]
         return replace(
             completion,
             sampled_logprobs=sampled,
+            sampling_mask=None if masks is None else [array("i", mask) for mask in masks],
+            reused_prompt_tokens=int(body["reused_prompt_tokens"]),
             drafted=int(body["drafted"]),
             accepted=int(body["accepted"]),
             top_logprobs=tuple([(int(i), float(value)) for i, value in place] for place in body["top_logprobs"]),

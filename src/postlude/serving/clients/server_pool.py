@@ -7,8 +7,9 @@ import logging
 from dataclasses import dataclass, field
 
 from postlude.generate.protocol import Completion, Request
-from postlude.serving.clients.remote_server import BUSY_TIMEOUT, STATUS_TIMEOUT, RemoteServer, WeightsVersion
+from postlude.serving.clients.remote_server import BUSY_TIMEOUT, STATUS_TIMEOUT, RemoteServer
 from postlude.serving.clients.request_queue import ALIVE, RequestQueue
+from postlude.serving.clients.server_weights import WeightsVersion
 from postlude.serving.errors import (
     InvalidResponse,
     RequestCancelled,
@@ -28,8 +29,6 @@ LOG = logging.getLogger("postlude")
 
 @dataclass
 class Counts:
-    """Events since the last `take_counts`."""
-
     retried: int = 0
     """Requests sent again, to the same server or another."""
     failed: int = 0
@@ -38,8 +37,6 @@ class Counts:
 
 @dataclass
 class _Attempts:
-    """The attempts of one request so far."""
-
     completed_before: int
     """The pool's count of completions when the request was submitted."""
     count: int = 0
@@ -80,6 +77,8 @@ class ServerPool:
         self.retries, self.backoff, self.concurrency = retries, backoff, concurrency
         self.outage_timeout = outage_timeout
         self.weights: WeightsVersion | None = None
+        self.sleep_timeout: float | None = None
+        """While it is set, servers sleep: one that connects frees its memory, within so many seconds."""
         self.pending_replacements = 0
         """The number of servers that are being started to replace lost ones."""
         self.replacement_timeout = 0.0
@@ -97,7 +96,6 @@ class ServerPool:
         self._replacement_timer: asyncio.Task[None] | None = None
 
     def count_up(self) -> int:
-        """Returns how many servers take requests."""
         return sum(server.state == "up" for server in self.servers)
 
     def any_needs_weights(self) -> bool:
@@ -105,7 +103,6 @@ class ServerPool:
         return any(server.state == "needs_weights" for server in self.servers)
 
     async def generate(self, request: Request) -> Completion:
-        """Returns one completion, from any server."""
         attempts = _Attempts(self._completed)
         while True:
             self._connect_new()
@@ -151,19 +148,19 @@ class ServerPool:
                 await asyncio.sleep(self._backoff_seconds(attempts.refusals))
 
     def _succeeded(self, server: RemoteServer) -> None:
-        server.failures = 0
-        server.load.complete()
+        server.succeed()
         self._completed += 1
         self._outage_start, self._outage_logged = None, False
 
     def _back_off_busy(self, server: RemoteServer, error: ServerBusy) -> None:
         """Lowers the capacity of a busy server, and sends it no requests for a moment."""
         loop = asyncio.get_running_loop()
-        server.problem, busy_seconds = str(error), server.load.reply_busy(loop.time())
+        busy_seconds = server.load.reply_busy(loop.time())
         if server.state == "up" and busy_seconds >= max(self.outage_timeout, BUSY_TIMEOUT):
             LOG.warning("%s %s for %g s. It is unavailable now.", server.url, error, busy_seconds)
             self.counts.failed += 1
-            server.state, self._outage_start = "unavailable", self._outage_start or server.load.busy_since
+            server.give_up(str(error))
+            self._outage_start = self._outage_start or server.load.busy_since
         elif server.load.back_off():
             loop.call_later(self._retry_delay(server, error, server.load.busy_replies), self._end_back_off, server)
 
@@ -191,7 +188,7 @@ class ServerPool:
             if server.state == "unavailable":
                 self._start_connecting(server)
             elif server.state == "up":
-                server.pending_reloads += 1
+                server.load.pending_reloads += 1
                 previous_reload = self._reloading.get(server)
                 self._reloading[server] = asyncio.create_task(self._reload(server, weights, previous_reload))
 
@@ -211,7 +208,7 @@ class ServerPool:
         except (ServerUnavailable, InvalidResponse) as error:
             self.fail(server, error)
         finally:
-            server.pending_reloads -= 1
+            server.load.pending_reloads -= 1
             await self._notify()
 
     async def servers_to_update(self, weights: WeightsVersion) -> list[RemoteServer]:
@@ -235,20 +232,14 @@ class ServerPool:
         return [server for server in alive if not server.has_weights(weights)]
 
     async def _check_version(self, server: RemoteServer) -> None:
-        """Detects a server that was restarted, and so has different weights."""
         try:
-            version = await server.fetch_version()
-            if version != server.version:
-                server.version = version
-                server.connect_count += 1
+            await server.refresh_version()
         except (ServerUnavailable, InvalidResponse) as error:
             self.fail(server, error)
 
     async def confirm(self, server: RemoteServer, weights: WeightsVersion, *, timeout: float | None = None) -> None:
         """Checks that a server has the weights that it was sent, and lets it take requests."""
-        await server.confirm_version(weights)
-        await server.compare_logprobs(weights, timeout=timeout)
-        server.state, server.update_unconfirmed = "up", False
+        await server.confirm(weights, timeout=timeout)
         await self._notify()
 
     async def connect(self) -> None:
@@ -268,9 +259,8 @@ class ServerPool:
         """Removes the server at `url`. Its requests go to others, or wait for its replacement, which `add` adds."""
         for server in [server for server in self.servers if server.url == url]:
             self.servers.remove(server)
-            server.state, server.problem = "excluded", problem
+            server.exclude(problem)
             self.counts.failed += 1
-            server.connection.cancel_requests()
             server.connection.close()
         self.pending_replacements += 1
         await self._notify()
@@ -362,9 +352,7 @@ class ServerPool:
 
     def _has_capacity(self, server: RemoteServer) -> bool:
         """Whether a server takes another request. After a failure it gets one at a time."""
-        if server.state != "up" or server.pending_reloads:
-            return False
-        return server.load.has_room(1 if server.failures else self.concurrency)
+        return server.state == "up" and server.load.has_room(1 if server.failures else self.concurrency)
 
     def _check_usable(self, server: RemoteServer, completion: Completion) -> None:
         """Raises for a completion of an excluded server, or one sampled with weights that the server was not given."""
@@ -385,12 +373,9 @@ class ServerPool:
         when no other is left.
         """
         if isinstance(error, InvalidResponse):
-            if server.state != "excluded":
-                server.may_retry = may_retry
+            if server.exclude(str(error), may_retry=may_retry):
                 self.counts.failed += 1
                 LOG.warning("%s %s. It is excluded from now on.", server.url, error)
-            server.state, server.problem = "excluded", str(error)
-            server.connection.cancel_requests()  # other servers get them
             self._queue.dispatch()
         elif server.state in ("up", "needs_weights"):
             delay = self._record_failure(server, error)
@@ -399,24 +384,16 @@ class ServerPool:
 
     def _record_failure(self, server: RemoteServer, error: Exception) -> float | None:
         """Counts a failure. Returns the seconds until the next attempt, or None if the server is unavailable now."""
-        server.problem = str(error)
-        server.failures += 1
+        server.fail(str(error), self.retries)
         self.counts.failed += 1
-        if server.failures > self.retries:
-            if not self._outage_logged:
-                LOG.warning("%s %s. It is unavailable now.", server.url, error)
-            server.state = "unavailable"
-            if server.update_unconfirmed:  # it may be paused, and would never reply
-                server.connection.cancel_requests()
-            return None
-        server.state = "connecting"
-        return self._retry_delay(server, error, server.failures)
+        if server.state == "connecting":
+            return self._retry_delay(server, error, server.failures)
+        if not self._outage_logged:
+            LOG.warning("%s %s. It is unavailable now.", server.url, error)
+        return None
 
     def _start_connecting(self, server: RemoteServer, delay: float = 0.0) -> None:
-        if server.state in ("unavailable", "excluded"):
-            server.failures = self.retries  # so that one more failure makes it unavailable
-            server.may_retry = False
-        server.state = "connecting"
+        server.begin_connecting(self.retries)  # so that one more failure makes it unavailable
         if server not in self._connecting:
             self._connecting[server] = asyncio.create_task(self._connect(server, delay))
 
@@ -426,8 +403,10 @@ class ServerPool:
             try:
                 weights = self.weights
                 await server.connect(weights)
+                if self.sleep_timeout is not None and not server.is_asleep:
+                    await server.sleep(self.sleep_timeout)
                 if weights is self.weights:  # else newer ones came meanwhile
-                    server.state = "up" if weights is None or server.has_weights(weights) else "needs_weights"
+                    server.end_connecting(weights)
             except ServerUnavailable as error:
                 delay = self._record_failure(server, error) or 0.0
             except RequestRefused as error:  # such as by a proxy while the server starts
@@ -435,9 +414,12 @@ class ServerPool:
             except InvalidResponse as error:
                 if weights is self.weights:  # else the directory may be gone, for newer weights
                     self.fail(server, InvalidResponse(str(error)))
-            if server.state != "connecting":
-                self._connecting.pop(server, None)  # before the notification, which may start it again
-            await self._notify()
+            await self._end_attempt(server)
+
+    async def _end_attempt(self, server: RemoteServer) -> None:
+        if server.state != "connecting":
+            self._connecting.pop(server, None)  # before the notification, which may start it again
+        await self._notify()
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -11,8 +11,6 @@ from postlude.serving.errors import InvalidResponse, RequestRefused
 
 
 class SGLangAPI(ServerAPI):
-    """The API of an SGLang server."""
-
     name = "sglang"
     can_reload_weights = True
 

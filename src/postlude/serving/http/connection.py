@@ -26,14 +26,11 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class HTTPConnection(HttpToolsProtocol):
-    """One connection."""
-
     _limit: asyncio.TimerHandle | None = None
     _received = 0  # bytes since the headers began
     _receiving = False  # whether a request's headers have come, but not all of its body
 
     def connection_made(self, transport: Any) -> None:
-        """Begins to wait for the first request."""
         super().connection_made(transport)
         if isinstance(self.client, tuple):  # asyncio does so for sockets that it has made itself
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -166,5 +163,4 @@ class _Reply(asyncio.Transport):
         self._transport.close()
 
     def is_closing(self) -> bool:
-        """Returns whether the connection is closing."""
         return self._transport.is_closing()

@@ -8,6 +8,15 @@ from typing import Any
 
 from postlude.checks import USER_ERRORS
 
+ANTHROPIC_TYPES = {  # of errors, by status
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
 
 class HTTPError(Exception):
     """A status and a sentence for the client, OpenAI's `code` for it, and seconds that it should wait."""
@@ -20,7 +29,6 @@ class HTTPError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of the reply."""
         headers = {} if self.retry_after is None else {"retry-after": f"{self.retry_after:g}"}
         return headers | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
 
@@ -35,6 +43,10 @@ def bad_request_on_error() -> Iterator[None]:
 
 
 def error_body(error: HTTPError) -> dict[str, Any]:
-    """Returns the body of an error in OpenAI's format."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
+
+
+def anthropic_error_body(error: HTTPError) -> dict[str, Any]:
+    kind = ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}

@@ -6,12 +6,13 @@ import logging
 import textwrap
 from typing import Any
 
+from postlude.json_log import is_json, log_as_json
+
 
 class OneLineFormatter(logging.Formatter):
     """Escapes line breaks and control characters of a message, and indents what follows it."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Returns the line of a record."""
         return escape(super().formatMessage(record))
 
     def formatException(self, ei: Any) -> str:
@@ -27,6 +28,9 @@ def escape(text: str) -> str:
 
 def log_to_stderr(level: int) -> None:
     """Has all loggers of this process write to the standard error stream."""
+    if is_json():
+        log_as_json(level)
+        return
     handler = logging.StreamHandler()
     handler.setFormatter(OneLineFormatter("%(asctime)s %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -11,7 +12,8 @@ from starlette.requests import ClientDisconnect, Request
 from postlude.serving.http.errors import HTTPError
 
 Result = TypeVar("Result")
-JSON = "application/json"
+JSON, BYTES = "application/json", "application/octet-stream"
+DISCARDED_BYTES, DISCARD_SECONDS = 1 << 24, 1.0  # of a body that is refused, which the client may still be sending
 
 
 class BodyTooLarge(HTTPError):
@@ -33,19 +35,37 @@ async def read_body(
     declared, body = int(length) if length.isdecimal() else 0, bytearray()
     if declared:
         _check_type(request, types)
+    chunks = request.stream()
     if declared > limit and not head_bytes:
+        await _discard(chunks, declared)
         raise BodyTooLarge(str(declared), limit, b"")
     try:
         async with asyncio.timeout(seconds):
-            async for chunk in request.stream():
+            async for chunk in chunks:
                 body += chunk
                 if len(body) > limit or (declared > limit and len(body) >= head_bytes):
                     raise BodyTooLarge(str(declared or f"more than {limit}"), limit, bytes(body[:head_bytes]))
+    except BodyTooLarge:
+        await _discard(chunks, declared)
+        raise
     except TimeoutError:
         raise HTTPError(408, f"the request's body did not come within {seconds:g} s.") from None
     if body:
         _check_type(request, types)
     return bytes(body)
+
+
+async def _discard(chunks: AsyncIterator[bytes], declared: int) -> None:
+    """Reads the rest of a body that is refused: most clients read the reply only when they have sent all of it."""
+    if declared > DISCARDED_BYTES:
+        return
+    discarded = 0
+    with contextlib.suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(DISCARD_SECONDS):
+            async for chunk in chunks:
+                discarded += len(chunk)
+                if discarded > DISCARDED_BYTES:
+                    return
 
 
 def _check_type(request: Request, types: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""listening: serves an application with uvicorn."""
+"""listening: serves an application with uvicorn. BackgroundServer does so in a thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import logging
 import math
 import resource
 import socket
+import threading
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import uvicorn
@@ -19,6 +21,7 @@ from postlude.serving.http.connection import HTTPConnection
 
 BACKLOG = 2048
 IDLE_SECONDS = 75  # after which a connection without a request is closed
+CLOSE_SECONDS = 1.0  # that the last replies of a background server have
 REPEAT_SECONDS = 60.0  # between two errors about descriptors
 LOG = logging.getLogger("postlude")
 
@@ -56,6 +59,35 @@ async def listening(app: ASGIApp, host: str, port: int, close_seconds: float = 5
     finally:
         server.should_exit = True
         await task
+
+
+class BackgroundServer:
+    """Serves an application in a thread of its own until `close`. `address` is where."""
+
+    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+        self._stop: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event, str]] = Future()
+        serving = self._serve(app, host, port)
+        self._thread = threading.Thread(target=asyncio.run, args=(serving,), name="postlude http", daemon=True)
+        self._thread.start()
+        *_, self.address = self._stop.result()
+
+    def close(self) -> None:
+        loop, stopped, _ = self._stop.result()
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(stopped.set)
+        self._thread.join(CLOSE_SECONDS + 1)
+
+    async def _serve(self, app: ASGIApp, host: str, port: int) -> None:
+        stopped = asyncio.Event()
+        try:
+            async with listening(app, host, port, CLOSE_SECONDS) as address:
+                self._stop.set_result((asyncio.get_running_loop(), stopped, address))
+                await stopped.wait()
+        except BaseException as error:
+            if self._stop.done():
+                LOG.warning("%s is not served any more: %r.", address, error)
+            else:
+                self._stop.set_exception(error)
 
 
 class _Server(uvicorn.Server):

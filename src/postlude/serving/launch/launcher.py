@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from postlude.json_log import LOG_FORMAT
 from postlude.world.ports import ReservedPort, is_own_listener
 
 WATCHDOG = Path(__file__).with_name("watchdog.py")
@@ -52,8 +53,6 @@ class ServerCommand:
 
 
 class ServerProcess(Protocol):
-    """A server that was started."""
-
     url: str
     """Its address; empty until it has a machine."""
     key: str
@@ -70,8 +69,6 @@ class ServerProcess(Protocol):
 
 
 class ServerLauncher(Protocol):
-    """Starts servers."""
-
     def start(self, command: ServerCommand) -> ServerProcess:
         """Starts a server without waiting until it is ready."""
 
@@ -88,7 +85,6 @@ class LocalLauncher:
         self._running: list[_LocalProcess] = []
 
     def start(self, command: ServerCommand) -> ServerProcess:
-        """Starts a server at a free port."""
         self._running = [process for process in self._running if not process.stopped]
         used = {device for process in self._running for device in process.devices}
         free = [device for device in self.devices if device not in used]
@@ -102,6 +98,7 @@ class LocalLauncher:
         key = secrets.token_urlsafe(32) if command.key_variable else ""
         keys = {command.key_variable: key} if key else {}
         inherited = {name: value for name, value in os.environ.items() if not RANK_VARIABLES.fullmatch(name)}
+        inherited.pop(LOG_FORMAT, None)  # its log is read by people, and quoted in errors
         self.logs.mkdir(parents=True, exist_ok=True)
         files = (self.logs / f"{number}.log" for number in itertools.count())
         log = next(file for file in files if not file.exists())  # a run that is resumed keeps its earlier logs

@@ -65,7 +65,6 @@ class ServerSupervisor:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops all servers."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
@@ -165,8 +164,6 @@ class ServerSupervisor:
 
 @dataclass
 class _ServerSlot:
-    """One of the servers to keep running."""
-
     restarts_left: int
     process: ServerProcess | None = None
     deadline: float | None = None
@@ -174,7 +171,6 @@ class _ServerSlot:
 
     @property
     def name(self) -> str:
-        """The server's name in messages."""
         assert self.process is not None
         return self.process.url or "a server that was to be started"
 

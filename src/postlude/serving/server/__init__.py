@@ -1,1 +1,1 @@
-"""`postlude serve`: the native generator behind HTTP, with OpenAI's routes."""
+"""`postlude serve`: the native generator behind HTTP, with the routes of OpenAI's and Anthropic's APIs."""

@@ -9,14 +9,13 @@ import logging
 import queue
 import threading
 from bisect import bisect_right
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.routing import Route, Router
@@ -26,30 +25,46 @@ from postlude.checks import USER_ERRORS
 from postlude.generate.completion_state import CompletionState
 from postlude.generate.forward import score_tokens
 from postlude.generate.generator import Generator
-from postlude.generate.protocol import Completion, Progress, Request
+from postlude.generate.protocol import Completion, Progress, Request, SamplingUsage
 from postlude.generate.session import Session
 from postlude.hf.families import FAMILIES
-from postlude.hf.load import PartialReloadError, reload_weights
+from postlude.hf.load import PartialReloadError, reload_weights, replace_weights
 from postlude.hf.peft import read_adapter
 from postlude.hf.read_peft import from_peft
 from postlude.serving.clients.postlude import (
     ADAPTERS,
     GENERATE,
     OWNER,
+    PIECE_FILES,
+    PIECES,
     WEIGHTS,
     AdapterBody,
     GenerateBody,
+    PieceFilesBody,
     WeightsBody,
     read_request,
     write_completion,
 )
 from postlude.serving.http.access import Keys
 from postlude.serving.http.errors import HTTPError, bad_request_on_error
-from postlude.serving.http.replies import openai_error, openai_reply
-from postlude.serving.http.requests import read_body, unless_disconnected
+from postlude.serving.http.metrics import METRICS, GenerationMetrics, RequestMetrics, metrics_reply
+from postlude.serving.http.replies import ReplyFormat
+from postlude.serving.http.requests import BYTES, JSON, read_body, unless_disconnected
 from postlude.serving.http.server import listening
 from postlude.serving.request_body import parse
-from postlude.serving.server.openai_routes import CHAT, COMPLETIONS, MODELS, OpenAIRoutes, ScoredTokens
+from postlude.serving.server.api_routes import (
+    MODELS,
+    PREFIX,
+    format_of,
+    model_entry,
+    model_reply,
+    models_reply,
+    unknown_model,
+)
+from postlude.serving.server.chat_calls import ScoredTokens
+from postlude.serving.server.model_routes import ModelRoutes, PostHandler
+from postlude.serving.server.served_model import ServedModel
+from postlude.serving.weights.delta import MAX_PIECE_BYTES, ReceivedWeights
 
 SCORED_TOKENS = 8192  # of prompts, between two steps
 CLOSE_TIMEOUT = 5.0  # seconds for a step to end, and for the last replies
@@ -59,8 +74,6 @@ HEALTH = "/health"  # needs no key
 KEY_OPTION = "POSTLUDE_API_KEY, or --api-key"
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 LOG = logging.getLogger("postlude")
-PostHandler = Callable[[bytes, tuple[str, ...]], Awaitable[Any]]
-"""Replies to a request with this body, of a client with these names, by which clients take turns."""
 
 
 def _unknown(request: HTTPRequest) -> Any:
@@ -75,8 +88,6 @@ class _WeightsInfo:
 
 @dataclass(eq=False)
 class _Pending:
-    """A running request."""
-
     request: Request
     future: Future[list[Completion]] = field(default_factory=Future)
     on_progress: Callable[..., None] | None = None
@@ -116,6 +127,7 @@ class GenerationServer:
     ) -> None:
         self.generator, self.name = generator, name
         self.weights = _WeightsInfo(version)
+        self._received, self._pieces_lock = ReceivedWeights(), asyncio.Lock()
         self._session = Session(generator, version)
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for the thread that generates
         self._pending: dict[int, _Pending] = {}
@@ -124,12 +136,14 @@ class GenerationServer:
         self._stopped: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: BaseException | None = None
+        self._requests = RequestMetrics()
+        self._generation = GenerationMetrics(self._usage)
 
     async def run(self, host: str, port: int, ready: Callable[[str], None]) -> None:
         """Serves until `stop`; `ready` gets the address. Raises the error that ended generation, if there was one."""
         self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
         thread = threading.Thread(target=self._generate, name="postlude generator", daemon=True)
-        async with listening(self._app(host), host, port, CLOSE_TIMEOUT) as address:
+        async with listening(self._requests.counting(self._app(host)), host, port, CLOSE_TIMEOUT) as address:
             thread.start()
             ready(address)
             await self._stopped.wait()
@@ -142,6 +156,9 @@ class GenerationServer:
         """Stops serving. Called in the event loop, or by a signal handler there."""
         assert self._stopped is not None
         self._stopped.set()
+
+    def _usage(self) -> SamplingUsage:
+        return self._session.usage()
 
     # --- in the event loop
 
@@ -196,8 +213,7 @@ class GenerationServer:
         if name in (None, self.name):
             return None
         if name not in self.generator.adapters.names:
-            served = ", ".join(map(repr, (self.name, *self.generator.adapters.names)))
-            raise HTTPError(404, f"model is {name!r:.200}, but {served} is served here.", "model_not_found")
+            raise unknown_model(name, (self.name, *self.generator.adapters.names))
         return name
 
     def _submit(self, pending: Sequence[_Pending]) -> Sequence[_Pending]:
@@ -215,18 +231,22 @@ class GenerationServer:
     def _app(self, host: str) -> Router:
         """Returns the application of a server that listens at `host`."""
         keys = Keys(None if self._key is None else [self._key], host, KEY_OPTION)
-        openai = OpenAIRoutes(self, self.name, self.generator.tokenizer, self.generator.max_length)
-        posts = {  # in this order they are tried: the frequent ones first
+        routes = ModelRoutes(ServedModel(self.name, self.generator.tokenizer, self.generator.max_length), self)
+        posts: dict[str, PostHandler] = {  # in this order they are tried: the frequent ones first
             GENERATE: self._post_generate,
-            CHAT: openai.chat,
-            COMPLETIONS: openai.completions,
+            **routes.posts,
             WEIGHTS: self._post_weights,
+            PIECES: self._post_piece,
+            PIECE_FILES: self._post_piece_files,
             ADAPTERS: self._post_adapters,
         }
         gets = {
             HEALTH: lambda _: {"status": "ok"},
-            MODELS: lambda _: self._get_models(),
-            f"{MODELS}/{{name:path}}": self._get_model,
+            METRICS: lambda _: metrics_reply(
+                metric.family() for metric in (*self._requests.readers, *self._generation.readers)
+            ),
+            f"{PREFIX}{MODELS}": lambda _: models_reply(self._models()),
+            f"{PREFIX}{MODELS}/{{name:path}}": lambda request: model_reply(self._models(), request.path_params["name"]),
             WEIGHTS: lambda _: vars(self.weights),
         }
         return Router(
@@ -242,38 +262,28 @@ class GenerationServer:
     ) -> Callable[[HTTPRequest], Awaitable[Response]]:
         """Returns the endpoint of a route. A request without the key is refused before its body is read."""
 
+        async def reply(request: HTTPRequest, form: ReplyFormat) -> Response:
+            path: str = request.scope["path"]
+            if path != HEALTH or self._key is None:
+                keys.owner(request.headers)
+            if path in (WEIGHTS, PIECES, PIECE_FILES, ADAPTERS):
+                keys.check_admin(path)
+            limit, types = (MAX_PIECE_BYTES, (BYTES,)) if path == PIECES else (self._max_body, (JSON,))
+            body = await read_body(request, limit, BODY_SECONDS, types)
+            if post is None:
+                return await form.reply(get(request))
+            client = () if request.client is None else tuple(map(str, request.client))
+            return await unless_disconnected(request, _reply(form, post(body, client)))
+
         async def endpoint(request: HTTPRequest) -> Response:
-            try:
-                path: str = request.scope["path"]
-                if path != HEALTH or self._key is None:
-                    keys.owner(request.headers)
-                if path in (WEIGHTS, ADAPTERS):
-                    keys.check_admin(path)
-                body = await read_body(request, self._max_body, BODY_SECONDS)
-                if post is None:
-                    return await openai_reply(get(request))
-                client = () if request.client is None else tuple(map(str, request.client))
-                return await unless_disconnected(request, _reply(post(body, client)))
-            except HTTPError as error:
-                return openai_error(error)
-            except ClientDisconnect:
-                return Response(status_code=400)
-            except Exception as error:
-                LOG.exception("%s %s failed", request.method, request.scope["path"])
-                return openai_error(HTTPError(500, f"the request failed: {error!r}."))
+            form = format_of(request.scope["path"])
+            return await form.respond(request, reply(request, form))
 
         return endpoint
 
-    def _get_models(self) -> dict[str, Any]:
-        max_length = self.generator.max_length
-        model = {"id": self.name, "object": "model", "created": 0, "owned_by": OWNER, "max_model_len": max_length}
-        adapters = [{**model, "id": name, "parent": self.name} for name in self.generator.adapters.names]
-        return {"object": "list", "data": [model, *adapters]}
-
-    def _get_model(self, request: HTTPRequest) -> Any:
-        name = request.path_params["name"]
-        self.adapter_of(name)
-        return next(model for model in self._get_models()["data"] if model["id"] == name)
+    def _models(self) -> list[dict[str, Any]]:
+        entry = partial(model_entry, owner=OWNER, max_model_len=self.generator.max_length)
+        return [entry(self.name), *(entry(name, parent=self.name) for name in self.generator.adapters.names)]
 
     async def _post_generate(self, raw: bytes, client: tuple[str, ...]) -> Any:
         with bad_request_on_error():
@@ -285,18 +295,39 @@ class GenerationServer:
     async def _post_weights(self, raw: bytes, _: tuple[str, ...]) -> Any:
         with bad_request_on_error():
             body = parse(WeightsBody, raw)
-        return await self._update(partial(self._reload, body.directory, body.version))
+        return await self._update(partial(reload_weights, self.generator.model, body.directory), body.version)
+
+    async def _post_piece(self, raw: bytes, _: tuple[str, ...]) -> Any:
+        return await asyncio.shield(self._add_pieces([raw]))  # a thread cannot be cancelled
+
+    async def _post_piece_files(self, raw: bytes, _: tuple[str, ...]) -> Any:
+        with bad_request_on_error():
+            weights = parse(PieceFilesBody, raw).weights()
+        if not weights.directory.is_dir():
+            raise HTTPError(404, f"there is no directory {weights.directory} here.")
+        return await asyncio.shield(self._add_pieces(weights.pieces()))
+
+    async def _add_pieces(self, pieces: Iterable[bytes]) -> Any:
+        """Adds pieces, and uses the new weights after the last one."""
+        async with self._pieces_lock:
+            with bad_request_on_error():
+                is_complete = await asyncio.to_thread(lambda: any(self._received.add(piece) for piece in pieces))
+            if not is_complete:
+                return vars(self.weights)
+            assert self._received.version is not None
+            load = partial(replace_weights, self.generator.model, self._received.source, "what was sent in pieces")
+            return await self._update(load, self._received.version)
 
     async def _post_adapters(self, raw: bytes, _: tuple[str, ...]) -> Any:
         with bad_request_on_error():
             body = parse(AdapterBody, raw)
             if body.name == self.name:
                 raise ValueError(f"{body.name!r} is the name of the model; give the adapter another.")
-        return await self._update(partial(self._load_adapter, body))
+        return await self._update(partial(self._load_adapter, body), body.version)
 
-    async def _update(self, change: Callable[[Future[None]], None]) -> Any:
-        """Lets the generating thread change weights, and waits for it."""
-        await self._between_steps(change)
+    async def _update(self, load: Callable[[], str | None], version: str) -> Any:
+        """Lets the generating thread change weights by `load`, and waits for it."""
+        await self._between_steps(partial(self._change_weights, load, version))
         return vars(self.weights)
 
     async def _between_steps(self, task: Callable[[Future[Any]], None]) -> Any:
@@ -335,10 +366,15 @@ class GenerationServer:
             return
         for result in finished:
             pending = self._pending[result.request_id]
-            if result.completion is None:
+            completion = result.completion
+            if completion is None:
+                self._generation.end("failed")
                 del self._pending[result.request_id]
                 _resolve(pending.future, error=HTTPError(500, f"this completion failed: {result.error}"))
-            elif pending.finish(result.index, result.completion):
+                continue
+            times = (completion.queue_seconds, completion.first_token_seconds)
+            self._generation.end(completion.finish_reason, len(completion.tokens), *times)
+            if pending.finish(result.index, completion):
                 del self._pending[result.request_id]
                 _resolve(pending.future, [pending.completions[index] for index in range(pending.request.n)])
         for pending in self._pending.values():
@@ -357,6 +393,7 @@ class GenerationServer:
             _resolve(pending.future, error=HTTPError(500, f"the request failed: {error!r}."))
         else:
             self._pending[request_id] = pending
+            self._generation.begin(len(pending.request.prompt))
             if pending.on_progress is not None:
                 pending.states = self._session.unfinished(request_id)
 
@@ -387,10 +424,13 @@ class GenerationServer:
         for request_id, pending in list(self._pending.items()):
             if pending in cancelled:
                 del self._pending[request_id]
+                for state in self._session.unfinished(request_id).values():
+                    self._generation.end("cancelled", len(state.tokens))
                 self._session.abort(request_id)
 
     def _fail_all(self, sentence: str) -> None:
         for pending in self._pending.values():
+            self._generation.end("failed")
             _resolve(pending.future, error=HTTPError(500, sentence))
         self._pending.clear()
 
@@ -400,18 +440,11 @@ class GenerationServer:
         self.generator.release()
         self._session = Session(self.generator, self.weights.version)
 
-    def _reload(self, directory: str, version: str, future: Future[None]) -> None:
-        self._change_weights(lambda: reload_weights(self.generator.model, directory), version, future)
-
-    def _load_adapter(self, body: AdapterBody, future: Future[None]) -> None:
+    def _load_adapter(self, body: AdapterBody) -> None:
         model = self.generator.model
-
-        def load() -> None:
-            family = FAMILIES[model.config.family] if model.config.family is not None else None
-            files = read_adapter(body.directory)
-            self.generator.load_adapter(body.name, *from_peft(*files, model.config, family, model.block_types))
-
-        self._change_weights(load, body.version, future)
+        family = FAMILIES[model.config.family] if model.config.family is not None else None
+        files = read_adapter(body.directory)
+        self.generator.load_adapter(body.name, *from_peft(*files, model.config, family, model.block_types))
 
     def _change_weights(self, load: Callable[[], str | None], version: str, future: Future[None]) -> None:
         """Changes weights by `load`, which returns their checksum if it read all of them."""
@@ -442,8 +475,8 @@ def _scored(prompt: Sequence[int], values: Mapping[str, Sequence[Tensor]], index
     return ScoredTokens(prompt, logprobs, [None, *(list(place.items()) for place in places[1:])])
 
 
-async def _reply(result: Awaitable[Any]) -> Response:
-    return await openai_reply(await result)
+async def _reply(form: ReplyFormat, result: Awaitable[Any]) -> Response:
+    return await form.reply(await result)
 
 
 def _resolve(future: Future[Any], value: Any = None, *, error: Exception | None = None) -> None:

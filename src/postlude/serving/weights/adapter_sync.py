@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -14,11 +13,14 @@ import torch.distributed as dist
 from postlude.engine import Engine
 from postlude.engine.base_weights import adapter_matrices, export_base
 from postlude.hf.peft import to_peft, write_adapter
+from postlude.options import SyncMethod
 from postlude.serving.clients.client import GenerationClient
-from postlude.serving.clients.remote_server import WeightsVersion
+from postlude.serving.clients.server_weights import WeightsVersion
 from postlude.serving.errors import ServerError
-from postlude.serving.weights.sync import DiskSync, NetworkSync, SyncOptions, WeightSync
+from postlude.serving.weights.shared_memory_sync import SharedMemorySync
+from postlude.serving.weights.sync import DeltaSync, DiskSync, NetworkSync, SyncOptions, WeightSync
 from postlude.world.agreement import on_rank0
+from postlude.world.work_directories import WorkDirectories
 
 POLICY = "policy"  # the name of the adapter at servers
 BASE = "base"  # in the directory of weights: the frozen model
@@ -35,12 +37,13 @@ class AdapterSync(DiskSync):
 
     _adapter_root: Path | None = None
     """The directory of the adapters, on rank 0."""
+    _in_memory: WorkDirectories | None = None
+    """The directories in memory that hold it, if all servers are on this machine."""
 
     def close(self) -> None:
-        """Removes the files."""
         super().close()
-        if self._adapter_root is not None:
-            shutil.rmtree(self._adapter_root, ignore_errors=True)
+        if self._in_memory is not None:
+            self._in_memory.close()
 
     def _compare_checksums(self) -> None:
         """Does nothing: a server's checksum is that of the frozen model, and the probe compares log-probs."""
@@ -74,8 +77,8 @@ class AdapterSync(DiskSync):
         if self._adapter_root is None:
             hosts = {urlsplit(server.url).hostname for server in self.client.pool.servers}
             if hosts <= LOCAL_HOSTS:
-                in_memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-                self._adapter_root = Path(tempfile.mkdtemp(prefix="postlude-", dir=in_memory))
+                self._in_memory = WorkDirectories(SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
+                self._adapter_root = self._in_memory.make()
             else:
                 self._adapter_root = self.root / "adapters"
                 self._adapter_root.mkdir(parents=True, exist_ok=True)
@@ -89,14 +92,20 @@ def make_sync(
 
     An adapter is sent as an adapter if all servers can load one; else all get merged weights, and a warning is logged.
     """
-    full_sync = NetworkSync if options.method == "network" else DiskSync
+    by_method: dict[SyncMethod, Callable[..., WeightSync]] = {
+        "disk": DiskSync,
+        "network": NetworkSync,
+        "ipc": SharedMemorySync,
+        "delta": DeltaSync,
+    }
+    full_sync = by_method[options.method]
     if not engine.adapters.configs:
         return full_sync(engine, client, options, group)
 
     def adapter_problem() -> str:
         assert client is not None
-        if options.method == "network":
-            return "rollout.sync: network sends whole models"
+        if options.method != "disk":
+            return f"rollout.sync: {options.method} sends whole models"
         servers = [server for server in client.connect() if server.state == "up"]
         reasons = [(server.url, client.run_on(server, server.adapter_problem())) for server in servers]
         return next((f"{url} {reason}" for url, reason in reasons if reason), "")

@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -24,12 +24,14 @@ import torch.distributed as dist
 from postlude.engine import Engine
 from postlude.engine.export import Untied, export
 from postlude.generate.probe import Probe, WeightProbe
-from postlude.hf.checksum import checksum
+from postlude.hf.tensor_sources import checksum
 from postlude.options import SyncMethod
 from postlude.serving.clients.client import GenerationClient
-from postlude.serving.clients.remote_server import RemoteServer, WeightsVersion
+from postlude.serving.clients.remote_server import RemoteServer
 from postlude.serving.clients.server_pool import ServerPool
+from postlude.serving.clients.server_weights import WeightsVersion
 from postlude.serving.errors import InvalidResponse, RequestRefused, ServerError, ServerUnavailable
+from postlude.serving.weights.delta import WeightPieces
 from postlude.serving.weights.transfer import WeightTransfer
 from postlude.world.agreement import on_rank0
 
@@ -40,8 +42,6 @@ UNCHANGED = "has its previous weights, by their checksum, after it was given new
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """Options of a `WeightSync`."""
-
     directory: Path
     """The run's directory. With `method="disk"`, servers see it under the same path."""
     method: SyncMethod = "disk"
@@ -55,6 +55,8 @@ class SyncOptions:
     """Compares log-probs of servers with the engine's after every sync."""
     wait: bool = True
     """Whether ranks wait until servers have read weights from disk."""
+    sleep: bool = False
+    """Whether servers free their memory while the trainer trains, with `method="ipc"`."""
 
 
 class WeightSync(ABC):
@@ -77,7 +79,6 @@ class WeightSync(ABC):
 
     @property
     def client(self) -> GenerationClient:
-        """The client, on rank 0."""
         assert self._client is not None, "only rank 0 has the client"
         return self._client
 
@@ -97,6 +98,12 @@ class WeightSync(ABC):
     def is_blocked(self) -> bool:
         """Whether no server can generate before the next sync. Rank 0 calls it."""
         return False
+
+    def sleep(self) -> None:  # noqa: B027 - most servers keep their memory
+        """Frees the memory of servers that share the trainer's devices. Every rank calls it after sampling."""
+
+    def wake(self) -> None:  # noqa: B027
+        """Lets servers that sleep generate with the weights of the last sync. Every rank calls it before sampling."""
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the metrics of syncs since the last call."""
@@ -138,11 +145,9 @@ class DiskSync(WeightSync):
 
     @property
     def root(self) -> Path:
-        """The directory of all versions."""
         return self.options.directory.expanduser().absolute() / WEIGHTS
 
     def close(self) -> None:
-        """Removes the files."""
         if self._client is not None:
             shutil.rmtree(self.root, ignore_errors=True)
 
@@ -175,6 +180,24 @@ class DiskSync(WeightSync):
         return checksum(self.root / self.version)
 
 
+class DeltaSync(DiskSync):
+    """Servers read what changed since their version of the weights, or all. Where they see no files, rank 0 sends it.
+
+    The directory of the last version is kept, to compare the next with it.
+    """
+
+    def _reload(self, weights: WeightsVersion, path: Path) -> int:
+        start = time.perf_counter()
+        base = None if self.version is None else self.root / self.version
+        pieces = WeightPieces.of(path, weights.version, base if base is not None and base.exists() else None)
+        size = super()._reload(replace(weights, pieces=pieces), path)
+        self.metrics["servers/delta_seconds"] = time.perf_counter() - start
+        if pieces.base is None:
+            return size
+        self.metrics["servers/changed"] = pieces.changed / pieces.total
+        return pieces.delta_bytes
+
+
 class NetworkSync(WeightSync):
     """All ranks stream the weights and send them into the memory of servers. A late server waits for the next sync."""
 
@@ -182,11 +205,9 @@ class NetworkSync(WeightSync):
 
     @cached_property
     def transfer(self) -> WeightTransfer:
-        """The channels to servers."""
         return WeightTransfer(self.engine, timeout=self.options.timeout, group=self.group)
 
     def close(self) -> None:
-        """Closes the channels."""
         self.transfer.close()
 
     def is_blocked(self) -> bool:
