@@ -31,12 +31,13 @@ from transformers import AutoModelForCausalLM
 from workloads import SHAPES, Results
 
 from postlude.cli import main as postlude
-from postlude.hf.tokenizer import byte_tokenizer
-from postlude.recipes.run.directory import read_metrics
+from postlude.hf.load import byte_tokenizer
+from postlude.recipes.report.metrics import TIME
+from postlude.recipes.run.files import read_metrics
 from postlude.rollout.episode import AssistantTurn
 
 UNCOUNTED = 3  # steps at the beginning
-PHASES = ("rollout", "reward", "weights", "score", "train")
+PHASES = {"rollout": "rollout", "reward": "reward", "weights": "weight_sync", "train": "train"}  # of the results, a run
 
 
 class SlowEpisode:
@@ -102,10 +103,8 @@ def case(arguments: argparse.Namespace, directory: Path, staleness: int) -> dict
     if postlude(["grpo", str(file), "--device", arguments.device]):
         raise SystemExit(f"the run with max_staleness {staleness} failed")
     rows = read_metrics(directory / f"run-{staleness}")[UNCOUNTED:]
-    phases = {
-        name: mean(row.get(f"time/{name}", 0.0) for row in rows) for name in ("rollout", "reward", "weights", "train")
-    }
-    step = sum(phases.values())
+    phases = {name: mean(row.get(f"{TIME}{phase}", 0.0) for row in rows) for name, phase in PHASES.items()}
+    step = mean(sum(value for name, value in row.items() if name.startswith(TIME)) for row in rows)
     waited = phases["rollout"] + phases["reward"]
     return {
         "max_staleness": staleness,

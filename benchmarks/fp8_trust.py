@@ -24,7 +24,7 @@ from postlude.generate.forward import Microbatches, all_logits_and_hidden
 from postlude.generate.generator import Generator
 from postlude.generate.row_cache import RowCache
 from postlude.generate.sampling_params import SamplingParams
-from postlude.model.fp8_weights import FP8Weights
+from postlude.model.fp8 import FP8Weights
 
 QUESTIONS = (
     "What is the capital of France, and what is it known for?",

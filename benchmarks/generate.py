@@ -7,6 +7,7 @@
     PYTHONPATH=src python benchmarks/generate.py --device cuda --shape 8b --completions 128 --fp8 kv weights both
     PYTHONPATH=src python benchmarks/generate.py --device cuda --lora 32 --cases postlude   # also with an adapter
     PYTHONPATH=src python benchmarks/generate.py --device cuda --cases postlude --workloads grpo contexts mixed
+    PYTHONPATH=src python benchmarks/generate.py --device cuda --vllm PYTHON --shape 0.6b moonlight --prompt 128
 
 64 prompts of uneven lengths get greedy completions of uneven lengths, fixed beforehand and equal for both, so that
 neither gains by stopping early. transformers gets left-padded batches, of each size given, and a stopping criterion
@@ -14,7 +15,7 @@ that ends each row at its own length; its best batch size counts. Only requested
 also timed with its matrix products in BLAS like ours (postlude/ops/cpu_matmul.py), since that alone makes it faster.
 
 With `--device cuda` a model of a published shape samples in bf16, compared with transformers' static cache and compiled
-step; see `decode.py`.
+step; see `decode.py`. With `--vllm` it is compared with the vLLM of another interpreter; see `generate_vllm.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -30,9 +32,11 @@ from typing import Any
 
 import decode
 import decode_workloads
+import generate_vllm
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from workloads import SHAPES
 
 from postlude import LanguageModel, export_hf, load_model
 from postlude.generate.generator import Generator
@@ -50,16 +54,28 @@ def options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--shape", default="0.6b", help="with --device cuda: of benchmarks/workloads.py")
+    parser.add_argument(
+        "--shape", nargs="+", default=["0.6b"], choices=SHAPES, help="with --device cuda: of benchmarks/workloads.py"
+    )
     parser.add_argument(
         "--completions", type=int, nargs="+", default=[16, 128, 512], help="with --device cuda: at once"
     )
     parser.add_argument("--length", type=int, default=256, help="with --device cuda: tokens of a completion")
     parser.add_argument(
+        "--prompt", type=int, default=decode_workloads.PROMPT, help="with --device cuda: tokens of a prompt"
+    )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="with --vllm: fewer rounds after this time")
+    parser.add_argument(
+        "--vllm", metavar="PYTHON", help="with --device cuda: compare with the vLLM of this interpreter"
+    )
+    parser.add_argument(
         "--workloads", nargs="+", choices=decode_workloads.NAMES, default=["even", "uneven"],
         help="with --device cuda: see decode_workloads.py",
     )  # fmt: skip
-    parser.add_argument("--cases", nargs="+", default=list(decode.MAKERS), help="with --device cuda: who generates")
+    parser.add_argument(
+        "--cases", nargs="+", help=f"with --device cuda: of {', '.join(decode.MAKERS)}; with --vllm: of "
+        f"{', '.join(map(repr, generate_vllm.CASES))}",
+    )  # fmt: skip
     parser.add_argument("--lora", type=int, default=0, help="with --device cuda: also with an adapter of this rank")
     parser.add_argument(
         "--fp8", nargs="+", default=[], choices=list(decode.FP8), help="with --device cuda: also with these in FP8"
@@ -67,6 +83,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="with --device cuda: the kernels of a few steps")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    possible = generate_vllm.CASES if arguments.vllm else decode.MAKERS
+    arguments.cases = arguments.cases or list(possible)
+    if unknown := set(arguments.cases) - set(possible):
+        parser.error(f"--cases {', '.join(sorted(unknown))}: choose of {', '.join(map(repr, possible))}.")
     if arguments.smoke:
         arguments.prompts, arguments.longest_completion, arguments.batches, arguments.repeat = 5, 8, [5], 1
     return arguments
@@ -75,6 +95,9 @@ def options() -> argparse.Namespace:
 def main() -> None:
     arguments = options()
     torch.set_num_threads(arguments.threads)
+    if arguments.vllm:
+        generate_vllm.main(arguments)
+        return
     if arguments.device == "cuda":
         decode.main(arguments)
         return

@@ -26,7 +26,7 @@ from workloads import GIB, MIXES, SHAPES, Clock, Results, Sample, free_memory, p
 import peers
 from postlude import AdamW, Batch, Engine, ranks
 from postlude.data.bins import plan_bins
-from postlude.hf.lora_targets import adapter_configs
+from postlude.hf.linear_layers import adapter_configs
 from postlude.hf.read_model import read_model
 from postlude.lora import LoRA
 from postlude.objectives import SFT

@@ -24,12 +24,13 @@ def read(paths: Iterable[Path]) -> dict[str, list[Case]]:
     by_command: dict[str, dict[Any, Case]] = {}
     for path in paths:
         result = json.loads(path.read_text())
-        kind = Path(str(result.get("command", "")).split(" ")[0]).stem
+        command = str(result.get("command", ""))
+        kind = Path(command.split(" ", maxsplit=1)[0]).stem + ("_vllm" if " --vllm " in command else "")
         if kind not in TABLES:
             continue  # of another benchmark
         for case in result["cases"]:
             case_key = tuple(
-                case.get(name) for name in ("shape", "mix", "case", "axis", "pass", "budget", "max_staleness")
+                case.get(name) for name in ("shape", "mix", "case", "engine", "axis", "pass", "budget", "max_staleness")
             )
             key = (*case_key, *(case.get(name, usual) for name, usual in USUAL.items()))
             by_command.setdefault(kind, {})[key] = case
@@ -145,7 +146,20 @@ def asynchrony(cases: Sequence[Case]) -> list[str]:
     return lines
 
 
+def generate_vllm(cases: Sequence[Case]) -> list[str]:
+    lines = heading("shape", "workload", "Postlude", "vLLM", "vLLM, log-probs", "times vLLM", "with log-probs")
+    for shape, workload in dict.fromkeys((case["shape"], case["case"]) for case in cases):
+        found = {case["engine"]: case for case in cases if (case["shape"], case["case"]) == (shape, workload)}
+        engines = [found.get(name, {"failed": "–"}) for name in ("postlude", "vllm", "vllm, log-probs")]
+        cells = [case.get("failed") or f"{case['tokens_per_second']:,} ({case['best']:,})" for case in engines]
+        medians = [case.get("tokens_per_second") for case in engines]
+        ratios = [f"{medians[0] / other:.2f}×" if medians[0] and other else "–" for other in medians[1:]]
+        lines.append(row(shape, workload, *cells, f"**{ratios[0]}**", ratios[1]))
+    return lines
+
+
 TABLES = {
+    "generate_vllm": generate_vllm,
     "train_step": train_step,
     "rl_iteration": rl_iteration,
     "growth": growth,

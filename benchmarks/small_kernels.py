@@ -30,7 +30,7 @@ from postlude.ops.activation import gated_activation
 from postlude.ops.adamw import adamw_step, bias_corrections
 from postlude.ops.adamw_storage import AdamWHyperparameters, QuantizedMoment
 from postlude.ops.attention_scores import ScoreConfig
-from postlude.ops.decode_linear import COUNTERS, linear_add, norm_gated_linear
+from postlude.ops.decode_linear import COUNTERS, linear_add, norm_linear
 from postlude.ops.experts import expert_order, merge_rows, replicate_rows
 from postlude.ops.fp8 import quantize_columns, quantize_rows
 from postlude.ops.linear import embed, set_main_grad
@@ -230,7 +230,7 @@ class Maker:
 
         @torch.no_grad()
         def ours() -> None:
-            rows = norm_gated_linear(hidden, norm, "silu", first, counters=counters)
+            rows = norm_linear(hidden, norm, first, activation="silu", counters=counters)
             linear_add(hidden.clone(), rows, second, counters=counters)
 
         @torch.no_grad()

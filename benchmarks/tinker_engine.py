@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.tinker_load import HTTPClient
 
 from postlude.generate.sampling_params import SamplingParams
-from postlude.tinker.backend import AdamParams, Datum, LoRAConfig, ModelSpec, PassRequest, SampleRequest
+from postlude.tinker.backend import AdamParams, Datum, LoRAConfig, ModelSpec, OptimStep, PassRequest, SampleRequest
 from postlude.tinker.engine_backend import EngineBackend
 from postlude.tinker.limits import Limits
 from postlude.tinker.server import run_server, serve
@@ -111,7 +111,7 @@ def alone(options: argparse.Namespace, pipe: Any) -> None:
         def train(steps: int) -> None:
             for _ in range(steps):
                 models.run_pass("one", request)
-                models.optim_step("one", AdamParams())
+                models.run(OptimStep("one", AdamParams()))
             synchronize()
 
         def sample() -> None:

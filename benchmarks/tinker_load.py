@@ -34,8 +34,10 @@ from postlude.tinker.app import PROTOBUF
 from postlude.tinker.backend import (
     AdamParams,
     Datum,
+    ForwardBackward,
     LoRAConfig,
     ModelSpec,
+    OptimStep,
     PassRequest,
     SampleRequest,
     TinkerBackend,
@@ -169,9 +171,9 @@ async def time_backend(model: str | None, rounds: int = 10) -> dict[str, float]:
     request = SampleRequest(np.ones(PROMPT, np.int32), SamplingParams(max_new_tokens=NEW_TOKENS))
     for _ in range(rounds):
         start = time.perf_counter()
-        await backend.forward_backward("one", PassRequest(rows, "cross_entropy", {}, forward_only=False))
+        await backend.train(ForwardBackward("one", PassRequest(rows, "cross_entropy", {}, forward_only=False)))
         passed = time.perf_counter()
-        await backend.optim_step("one", AdamParams())
+        await backend.train(OptimStep("one", AdamParams()))
         stepped = time.perf_counter()
         await asyncio.gather(*(backend.sample("base", request) for _ in range(SAMPLES)))
         for kind, duration in zip(

@@ -37,7 +37,7 @@ def write_model(directory: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from postlude.hf.tokenizer import byte_tokenizer
+    from postlude.hf.load import byte_tokenizer
 
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(list(PHRASES))

@@ -30,7 +30,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    DeepseekV3Config,
+    GptOssConfig,
+    LlamaConfig,
+    NemotronHConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 GIB = 2**30
 PEAK_FLOPS = 989e12
@@ -61,6 +70,50 @@ def _30b_a3b(layers: int) -> Qwen3MoeConfig:
     )  # fmt: skip
 
 
+def _moonlight(layers: int) -> DeepseekV3Config:
+    return DeepseekV3Config(
+        vocab_size=163840, hidden_size=2048, intermediate_size=11264, moe_intermediate_size=1408,
+        num_hidden_layers=layers, num_attention_heads=16, num_key_value_heads=16, n_shared_experts=2,
+        n_routed_experts=64, num_experts_per_tok=6, routed_scaling_factor=2.446, n_group=1, topk_group=1,
+        norm_topk_prob=True, first_k_dense_replace=1, kv_lora_rank=512, q_lora_rank=None, qk_rope_head_dim=64,
+        qk_nope_head_dim=128, v_head_dim=128, rms_norm_eps=1e-5, max_position_embeddings=LONGEST,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e4}, num_nextn_predict_layers=0,
+        # Read by vLLM, which otherwise chooses experts by a softmax without a balancing bias.
+        scoring_func="sigmoid", topk_method="noaux_tc",
+    )  # fmt: skip
+
+
+def _gpt_oss(layers: int) -> GptOssConfig:
+    yarn = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096}
+    return GptOssConfig(
+        vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_hidden_layers=layers, num_attention_heads=64,
+        num_key_value_heads=8, head_dim=64, num_local_experts=32, num_experts_per_tok=4, sliding_window=128,
+        max_position_embeddings=131072, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 1.5e5, "factor": 32.0, **yarn},
+    )  # fmt: skip
+
+
+def _qwen3_next(layers: int) -> Qwen3NextConfig:
+    return Qwen3NextConfig(
+        vocab_size=151936, hidden_size=2048, num_hidden_layers=layers, num_attention_heads=16, num_key_value_heads=2,
+        head_dim=256, linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,
+        linear_value_head_dim=128, linear_conv_kernel_dim=4, num_experts=512, num_experts_per_tok=10,
+        moe_intermediate_size=512, shared_expert_intermediate_size=512, norm_topk_prob=True,
+        max_position_embeddings=LONGEST, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    )  # fmt: skip
+
+
+def _nemotron_h(pattern: str) -> NemotronHConfig:
+    blocks = {"M": "linear_attention", "-": "mlp", "*": "full_attention"}
+    return NemotronHConfig(
+        vocab_size=131072, hidden_size=4096, layers_block_type=[blocks[symbol] for symbol in pattern],
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, intermediate_size=21504, mamba_num_heads=128,
+        mamba_head_dim=64, ssm_state_size=128, n_groups=8, conv_kernel=4, chunk_size=128,
+        max_position_embeddings=LONGEST, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
 SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
     "0.6b": lambda: _qwen3(
         hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, tie_word_embeddings=True
@@ -68,6 +121,11 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
     "8b": lambda: _8b(10),  # cut: all 36 layers with their AdamW state in fp32 are 122 GiB without an activation
     "8b-whole": lambda: _8b(36),
     "30b-a3b": lambda: _30b_a3b(6),
+    "30b-a3b-12": lambda: _30b_a3b(12),
+    "moonlight": lambda: _moonlight(8),  # of 27 layers
+    "gpt-oss-20b": lambda: _gpt_oss(8),  # of 24
+    "qwen3-next-80b": lambda: _qwen3_next(8),  # of 48
+    "nemotron-h-8b": lambda: _nemotron_h("M-M-M-M*-M-M-M-M"),  # the first 16 of 52
     "smollm2": lambda: LlamaConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
         num_key_value_heads=3, head_dim=64, max_position_embeddings=LONGEST, tie_word_embeddings=True,

@@ -13,13 +13,12 @@ from pydantic import PositiveFloat
 from postlude.data import Batch
 from postlude.data.chat import EncodedSequence
 from postlude.objectives import SFT, weights
-from postlude.recipes.checks.dataset import dataset_checks
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs, training_checks
 from postlude.recipes.config.recipe_configs import SFTConfig, SFTObjective
 from postlude.recipes.config.settings import build_objective
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
-from postlude.recipes.supervised import SupervisedTrainer
+from postlude.recipes.supervised import SupervisedTrainer, dataset_checks
 from postlude.recipes.trainer import StepMetrics
 
 

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from postlude.data import Batch, Microbatch, pack, unpack
     from postlude.engine import SGD, AdamW, Engine, LRSchedule
+    from postlude.generate.distributed import SyncedGenerator
+    from postlude.generate.generator import Generator
+    from postlude.generate.sampling_params import SamplingParams
     from postlude.head import HeadConfig
     from postlude.hf.export import export_hf, export_model
     from postlude.hf.load import load_model, load_tokenizer
@@ -28,6 +31,7 @@ __all__ = [
     "AdamW",
     "Batch",
     "Engine",
+    "Generator",
     "HeadConfig",
     "LRSchedule",
     "LanguageModel",
@@ -43,7 +47,9 @@ __all__ = [
     "Pattern",
     "RankError",
     "Recast",
+    "SamplingParams",
     "Stage",
+    "SyncedGenerator",
     "TokenStats",
     "export_hf",
     "export_model",
@@ -60,6 +66,9 @@ __all__ = [
 _HOMES = {
     "postlude.data": ("Batch", "Microbatch", "pack", "unpack"),
     "postlude.engine": ("SGD", "AdamW", "Engine", "LRSchedule"),
+    "postlude.generate.distributed": ("SyncedGenerator",),
+    "postlude.generate.generator": ("Generator",),
+    "postlude.generate.sampling_params": ("SamplingParams",),
     "postlude.head": ("HeadConfig",),
     "postlude.hf.export": ("export_hf", "export_model"),
     "postlude.hf.load": ("load_model", "load_tokenizer"),

@@ -98,6 +98,7 @@ def _check(name: str, hint: Any, value: Any) -> None:
         for bound in hint.__metadata__:
             if isinstance(bound, Bounds):
                 bound.check(name, value)
+        _check(name, hint.__origin__, value)
     elif get_origin(hint) is tuple and value is not None:
         for index, (part, item) in enumerate(zip(get_args(hint), value, strict=False)):
             _check(f"{name}[{index}]", part, item)

@@ -10,21 +10,26 @@ from io import FileIO
 from pathlib import Path
 
 
-def write_atomic(path: Path, content: bytes, *, private: bool = False) -> None:
-    """Replaces a file atomically: a kill leaves the old or the new content. A private one is for its owner alone."""
+def write_atomic(path: Path, content: bytes, *, private: bool = False, durable: bool = True) -> None:
+    """Replaces a file atomically: a kill leaves the old or the new content. A private one is for its owner alone.
+
+    Without `durable` a loss of power may leave an empty file: for what is written again soon.
+    """
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # a link that waits under this name is not followed
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(aside, flags, 0o600 if private else 0o666)
         with FileIO(descriptor, "wb") as file:
             write_all(file, content)
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         aside.replace(path)
     except OSError as error:
         with suppress(OSError):
             aside.unlink()
         raise OSError(error.errno, error.strerror, str(path)) from error
-    sync(path.parent)
+    if durable:
+        sync(path.parent)
 
 
 def write_all(file: FileIO, content: bytes) -> None:

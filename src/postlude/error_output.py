@@ -10,6 +10,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from postlude.json_log import is_json, json_line
+
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but newline and tab
 
 
@@ -32,7 +34,8 @@ def print_error(message: str) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if _prints(file):
         with suppress(OSError):  # the terminal may be closed
-            print(escape_controls(message), file=sys.stderr, flush=True)
+            text = json_line("error", message) if is_json() else escape_controls(message)
+            print(text, file=sys.stderr, flush=True)
     if file:
         with suppress(OSError):  # it is printed already
             Path(file).parent.mkdir(parents=True, exist_ok=True)

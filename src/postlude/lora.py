@@ -1,6 +1,6 @@
 """LoRA: the settings of low-rank adapters as a value. Part of configs, so it needs no torch.
 
-`model/parallel.py` has the adapter of a layer, and `hf/lora_targets.py` finds the layers that `targets` names.
+`model/parallel.py` has the adapter of a layer, and `hf/linear_layers.py` finds the layers that `targets` names.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from postlude.checks import Bounds, check_bounds, check_choice
+from postlude.options import Common
 
 ExpertAdapters = Literal["shared_outer", "per_expert"]
 """What the experts of a layer share: A of gate and up and B of down ("shared_outer"), or nothing ("per_expert")."""
@@ -41,13 +42,13 @@ NO_ADAPTERS: AdapterConfigs = MappingProxyType({})
 class LoRA:
     """Low-rank adapters on linear layers. The model's own weights are frozen."""
 
-    rank: Annotated[int, Bounds(least=1)] = 32
+    rank: Common[Annotated[int, Bounds(least=1)]] = 32
     """Rank of the adapters."""
     alpha: Annotated[float, Bounds(above=0)] = 32.0
     """The scale of an adapter is alpha / rank."""
     rslora: bool = False
     """The scale of an adapter is alpha / √rank."""
-    targets: str | tuple[str, ...] = "all"
+    targets: Common[str | tuple[str, ...]] = "all"
     """Adapted layers: modules as Hugging Face names them (q_proj), or attention, mlp, experts, all (of these three),
     router, embedding, head; a list, or names with commas between."""
     experts: ExpertAdapters = "shared_outer"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, get_args
 
 from postlude.checks import Bounds, Fraction, NonNegative, Positive, check_bounds, check_choice
-from postlude.options import MomentStorage, WeightStorage
+from postlude.options import Common, MomentStorage, WeightStorage
 
 DecayShape = Literal["constant", "linear", "cosine"]
 SCALE_BYTES = 4 / 64  # of the scale of a block, per 8-bit number
@@ -23,9 +23,9 @@ class LRSchedule:
     A constant shape needs no `steps`, and a recipe uses those of the whole run by default.
     """
 
-    shape: DecayShape = "constant"
+    shape: Common[DecayShape] = "constant"
     """Shape of the decay."""
-    warmup: Annotated[int, Bounds(least=0)] = 0
+    warmup: Common[Annotated[int, Bounds(least=0)]] = 0
     """Warm-up steps."""
     steps: Annotated[int, Bounds(least=1)] | None = None
     """The optimizer step at which the floor is reached; none is the last of the run."""
@@ -63,7 +63,7 @@ class LRSchedule:
 class AdamW:
     """AdamW with weight decay on matrices only. Gradients are clipped to `max_grad_norm` unless it is None."""
 
-    lr: NonNegative = 1e-6
+    lr: Common[NonNegative] = 1e-6
     """The learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Decay rates of the two moments."""
@@ -73,7 +73,7 @@ class AdamW:
     """Weight decay of matrices."""
     max_grad_norm: Positive | None = 1.0
     """Maximum norm of the gradient, to which it is clipped; none disables clipping."""
-    schedule: LRSchedule = field(default_factory=LRSchedule)
+    schedule: Common[LRSchedule] = field(default_factory=LRSchedule)
     """Schedule of the learning rate."""
     moments: MomentStorage = "fp32"
     """How the moments of matrices are stored: in fp32, or in eight bits, in blocks of 64 with a scale each."""
@@ -96,7 +96,7 @@ class AdamW:
 class SGD:
     """Stochastic gradient descent with momentum."""
 
-    lr: NonNegative = 1e-3
+    lr: Common[NonNegative] = 1e-3
     """The learning rate."""
     momentum: Fraction = 0.0
     """Decay rate of the momentum."""
@@ -104,7 +104,7 @@ class SGD:
     """Weight decay of matrices."""
     max_grad_norm: Positive | None = 1.0
     """Maximum norm of the gradient, to which it is clipped; none disables clipping."""
-    schedule: LRSchedule = field(default_factory=LRSchedule)
+    schedule: Common[LRSchedule] = field(default_factory=LRSchedule)
     """Schedule of the learning rate."""
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 Backend = Literal["auto", "torch", "triton"]
 """Backend of a kernel: "torch" anywhere, "triton" on a GPU; "auto" uses triton where it can run."""
@@ -18,8 +18,9 @@ Quantization = Literal["fp8"]
 """How the native generator stores the weights of linear layers: FP8 in blocks of 128 × 128."""
 Draft = Literal["mtp"]
 """Speculative decoding: with the model's first multi-token-prediction depth."""
-SyncMethod = Literal["disk", "network"]
-"""How servers get new weights: from files, or sent into their memory."""
+SyncMethod = Literal["disk", "network", "ipc", "delta"]
+"""How servers get new weights: from files, sent into their memory, in memory of their own device that the trainer
+shares, or what changed."""
 DeviceKind = Literal["cpu", "cuda"]
 """The kind of a device."""
 TrainedTurns = Literal["all", "last"]
@@ -40,6 +41,22 @@ Overlap = bool | Literal["zero_bubble"]
 """What hides a rank's waits: nothing (False); a forward interleaved with another microbatch's backward, so that one
 computes while the other exchanges rows with experts (True); or deferred weight gradients in the pipeline's bubble."""
 ZERO_BUBBLE: Literal["zero_bubble"] = "zero_bubble"
+COMMON = "x-common"
+"""In a JSON Schema, marks a key that `Common` does."""
+
+
+class _CommonMark:
+    """Marks a field of a config in its JSON Schema."""
+
+    def __get_pydantic_json_schema__(self, core: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        """Returns the field's schema with the mark."""
+        return handler(core) | {COMMON: True}
+
+
+Value = TypeVar("Value")
+Common: TypeAlias = Annotated[Value, _CommonMark()]
+"""The type of an option that most users set, which a short help shows: `lr: Common[float] = 1e-6`. One in a section is
+shown if the field of the section is common too."""
 
 
 class _TrueAndFalse:

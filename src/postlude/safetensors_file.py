@@ -65,7 +65,7 @@ class Header:
 
     data: bytes
     starts: Mapping[str, int]
-    """Of each tensor, in the file's order, from the end of the header."""
+    """By tensor in the file's order, where its bytes start after the header."""
     total: int
     """Bytes of all tensors."""
 

@@ -16,6 +16,7 @@ from postlude.lora import LoRA
 from postlude.optimizer import AdamW, OptimizerConfig
 from postlude.option_types import LARGEST_SEED
 from postlude.options import (
+    Common,
     LayerChoice,
     Overlap,
     Recompute,
@@ -31,9 +32,9 @@ from postlude.router_losses import RouterLosses
 class ForwardOptions:
     """The options of anything that runs a model."""
 
-    budget: Annotated[int, Bounds(least=1)] = 8192
+    budget: Common[Annotated[int, Bounds(least=1)]] = 8192
     """Maximum number of tokens of a microbatch, and so of a sequence."""
-    seed: Annotated[int, Bounds(least=0, most=LARGEST_SEED)] = 0
+    seed: Common[Annotated[int, Bounds(least=0, most=LARGEST_SEED)]] = 0
     """Random seed."""
 
 

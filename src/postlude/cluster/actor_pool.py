@@ -27,8 +27,6 @@ LOG = logging.getLogger("postlude")
 
 
 class WorkerActor:
-    """An actor with one worker process."""
-
     def __init__(self) -> None:
         self.pool: ProcessPool | None = None
 
@@ -43,15 +41,12 @@ class WorkerActor:
         return ""
 
     def call(self, calls: Sequence[bytes]) -> list[CallResult]:
-        """Makes pickled calls. Returns their results in order."""
         assert self.pool is not None
         return self.pool.call_all(calls)
 
 
 @dataclass(eq=False)
 class _Worker:
-    """An actor, and the calls that it has not answered."""
-
     actor: Any
     ready: bool = False
     running: list[int] = field(default_factory=list)
@@ -149,7 +144,6 @@ class ActorPool(WorkerPool):
         return max(0.0, min(deadlines) - now) + 0.01 if deadlines else None
 
     def _assign_calls(self) -> list[tuple[_Worker, list[bytes]]]:
-        """Returns the next calls of each idle worker."""
         assigned = []
         with self.changed:
             for call_id in [call_id for call_id in self.waiting if call_id in self.cancelled]:

@@ -19,17 +19,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from postlude.cluster.actor_pool import ActorPool
+from postlude.cluster.agent_actors import RayWorkers
 from postlude.cluster.message_relay import MessageRelay
 from postlude.cluster.rank_actors import RankActors, RankLost, RankResult, RunFailure, failure_of
 from postlude.cluster.ray_cluster import LOCAL, ResourceNeeds, connected_to_ray
 from postlude.cluster.server_actors import RayLauncher
 from postlude.pool.worker_pool import START_LIMIT
+from postlude.recipes.config.rollout import rollout_of
 from postlude.recipes.config.settings import ClusterSettings
 from postlude.recipes.registry import Recipe
-from postlude.recipes.report.live import LiveView
+from postlude.recipes.report.live import ProgressView, open_view
 from postlude.recipes.rollouts.engine import SERVERS
-from postlude.recipes.run.directory import RunDirectory, flatten, is_rank0
+from postlude.recipes.run.directory import RunDirectory, is_rank0
+from postlude.recipes.run.files import flatten
 from postlude.recipes.run.lock import wait_for
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.runtime import Runtime
@@ -49,7 +51,7 @@ class ForwardedView:
 
     def __init__(self, relay: Any, total: int, **settings: Any) -> None:
         self.relay, self.silent = relay, not is_rank0()
-        self.settings = {"total": total, **settings}
+        self.total, self.settings = total, {"total": total, **settings}
 
     def __enter__(self) -> Self:
         self._send("start of view", self.settings)
@@ -63,7 +65,7 @@ class ForwardedView:
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         numbers = {name: value for name, value in flatten(metrics).items() if isinstance(value, int | float)}
-        self._send("update", step, numbers)
+        self._send("update", step, self.total, numbers)
 
     def show_notice(self, notice: str) -> bool:
         """Returns false: the panel is the driver's."""
@@ -75,10 +77,8 @@ class ForwardedView:
 
 
 class DriverDisplay:
-    """Shows the messages of ranks, on the driver."""
-
     def __init__(self) -> None:
-        self.view: LiveView | None = None
+        self.view: ProgressView | None = None
         self.run_started = False
         """Whether a view was shown: the run has started or resumed."""
 
@@ -90,16 +90,16 @@ class DriverDisplay:
                 case ("start of view", settings):
                     self.close_view()
                     self.run_started = True
-                    self.view = LiveView(**settings, silent=False).__enter__()
+                    self.view = open_view(**settings, silent=False).__enter__()
                 case ("phase", phase) if self.view is not None:
                     self.view.set_phase(phase)
-                case ("update", step, metrics) if self.view is not None:
+                case ("update", step, total, metrics) if self.view is not None:
+                    self.view.total = total
                     self.view.update(step, metrics)
                 case ("end of view",):
                     self.close_view()
 
     def show_notice(self, notice: str) -> bool:
-        """Shows a line in the panel, if there is one."""
         return self.view is not None and self.view.show_notice(notice)
 
     def close_view(self) -> None:
@@ -123,19 +123,18 @@ class RayJob:
 
     @property
     def settings(self) -> ClusterSettings:
-        """The cluster settings of the config."""
         settings: ClusterSettings = self.config.cluster
         return settings
 
     def needs(self, address: str) -> ResourceNeeds:
-        """Returns the resources that the run needs."""
         gpus = self.settings.gpus_per_rank if self.device == "cuda" else 0.0
         shared = (os.cpu_count() or 1) // self.ranks if address == LOCAL and not gpus else 1
         # Only rank 0 has reward workers and servers. Some recipes have none, and some hold them in `data`.
         holder = self.config if hasattr(self.config, "environment") else getattr(self.config, "data", None)
-        environment, rollout = getattr(holder, "environment", None), getattr(holder, "rollout", None)
+        environment, rollout = getattr(holder, "environment", None), rollout_of(self.config)
         servers = getattr(rollout, "count", 0)
-        worker_cpus = getattr(environment, "workers", 0) * self.settings.cpus_per_worker
+        workers = getattr(environment, "workers", 0) + getattr(environment, "episode_workers", 0)
+        worker_cpus = workers * self.settings.cpus_per_worker
         other_cpus = worker_cpus + servers * getattr(rollout, "cpus", 0.0)
         cpus = self.settings.cpus_per_rank or max(1, shared)
         return ResourceNeeds(self.ranks, cpus, gpus, other_cpus, servers, getattr(rollout, "gpus", 0.0))
@@ -239,37 +238,54 @@ def _run_ranks(
     import ray
 
     ranks = RankActors(needs, signals.check_before_start, job.timeout, wait_for_nodes=wait_for_nodes)
-    relay = start_relay(needs.ranks)  # after the ranks have resources, since only the block below ends it
-    try:
+
+    def function_for(relay: Any) -> Callable[[], RunOutcome]:
         addresses = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        single_machine = not can_grow and len(addresses) == 1
         logs = Path(job.config.run).expanduser().absolute() / SERVERS
         runtime = Runtime(
             view=partial(ForwardedView, relay),
-            pool_factory=partial(
-                ActorPool, cpus=job.settings.cpus_per_worker, start_timeout=max(START_LIMIT, job.timeout)
-            ),
-            launcher=RayLauncher(logs, single_machine=not can_grow and len(addresses) == 1),
+            pool_factory=RayWorkers(job.settings.cpus_per_worker, max(START_LIMIT, job.timeout), single_machine),
+            launcher=RayLauncher(logs, single_machine=single_machine),
         )
-        options = {"nproc": job.ranks, "timeout": job.timeout, "device": job.device}
-        ranks.start(partial(_run_rank, job, runtime), relay, options)
+        return partial(_run_rank, job, runtime)
+
+    options = {"nproc": job.ranks, "timeout": job.timeout, "device": job.device}
+    try:
+        _run_until_ended(ranks, function_for, options, signals, display)
+    except ray.exceptions.RayActorError as error:
+        lost = RankError(f"the relay of the ranks' output was lost: {type(error).__name__}.")
+        return ranks.results, RunFailure(lost, can_restart=True)
+    return ranks.results, failure_of(ranks.results, job.ranks) if ranks.failed else None
+
+
+def _run_until_ended(
+    actors: RankActors,
+    function_for: Callable[[Any], Callable[[], Any]],
+    options: dict[str, Any],
+    signals: DriverSignals,
+    display: DriverDisplay,
+) -> None:
+    """Runs on all ranks the function for their relay. Shows their messages, forwards a signal, and ends them."""
+    import ray
+
+    relay = start_relay(options["nproc"])  # after the ranks have resources, since only the block below ends it
+    try:
+        actors.start(function_for(relay), relay, options)
         signal_sent, failed_at = False, 0.0
-        while not ranks.poll() and not (failed_at and time.monotonic() - failed_at > 2 * GRACE):
+        while not actors.poll() and not (failed_at and time.monotonic() - failed_at > 2 * GRACE):
             display.show(ray.get(relay.take.remote(0.2)))
             signals.check()
             if signals.first and not signal_sent:
                 signal_sent = True
                 relay.send_signal.remote(signals.first)
-            if ranks.failed and not failed_at:
+            if actors.failed and not failed_at:
                 failed_at = time.monotonic()  # other ranks may report the cause
         display.show(ray.get(relay.take.remote(0.0)))
-    except ray.exceptions.RayActorError as error:
-        lost = RankError(f"the relay of the ranks' output was lost: {type(error).__name__}.")
-        return ranks.results, RunFailure(lost, can_restart=True)
     finally:
         display.close_view()
-        ranks.stop()
+        actors.stop()
         ray.kill(relay)
-    return ranks.results, failure_of(ranks.results, job.ranks) if ranks.failed else None
 
 
 def start_relay(ranks: int) -> Any:
@@ -283,7 +299,6 @@ def start_relay(ranks: int) -> Any:
 
 
 def _run_rank(job: RayJob, runtime: Runtime) -> RunOutcome:
-    """Runs the recipe, on each rank."""
     if os.environ["RANK"] == "0":
         wait_for(job.config.run, LOCK_TIMEOUT)
     return job.recipe.run(job.config, job.device, job.start_mode, runtime)
@@ -296,7 +311,6 @@ def _newest_checkpoint(job: RayJob) -> str:
 
 
 def node_address() -> str:
-    """Returns the address of this machine for the nodes of the cluster."""
     from ray.util import get_node_ip_address
 
     return str(get_node_ip_address())
@@ -314,22 +328,8 @@ def run_service_on_ray(
     cpus = max(1, (os.cpu_count() or 1) // ranks) if address == LOCAL and device == "cpu" else 1
     needs = ResourceNeeds(ranks, cpus, 1.0 if device == "cuda" else 0.0)
     with connected_to_ray(address, needs), DriverSignals() as signals:
-        import ray
-
         actors = RankActors(needs, signals.check_before_start, timeout, wait_for_nodes=address != LOCAL)
-        relay, display, forwarded = start_relay(ranks), DriverDisplay(), False
-        try:
-            options = {"nproc": ranks, "timeout": timeout, "device": device}
-            actors.start(partial(function, *args), relay, options)
-            while not actors.poll():
-                display.show(ray.get(relay.take.remote(0.2)))
-                signals.check()
-                if signals.first and not forwarded:
-                    forwarded = True
-                    relay.send_signal.remote(signals.first)
-            display.show(ray.get(relay.take.remote(0.0)))
-        finally:
-            actors.stop()
-            ray.kill(relay)
+        options = {"nproc": ranks, "timeout": timeout, "device": device}
+        _run_until_ended(actors, lambda relay: partial(function, *args), options, signals, DriverDisplay())
         if actors.failed:
             raise failure_of(actors.results, ranks).error

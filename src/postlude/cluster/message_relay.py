@@ -68,7 +68,6 @@ class ForwardedStream(io.TextIOBase):
         return len(text)
 
     def finish(self) -> None:
-        """Sends an incomplete last line."""
         if self.partial_line:
             self.write("\n")
 
@@ -91,7 +90,6 @@ def forward_output(relay: Any) -> Iterator[None]:
 
 
 def forward_signals(relay: Any) -> None:
-    """Raises the driver's signals in this process from now on."""
     import ray
 
     def wait() -> None:

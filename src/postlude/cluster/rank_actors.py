@@ -24,6 +24,7 @@ from postlude.cluster.ray_cluster import (
     leave_process_group,
     missing_capacity,
 )
+from postlude.json_log import LOG_FORMAT
 from postlude.world.agreement import if_picklable
 from postlude.world.failure_report import RankError, RankStatus, first_failure, first_stopped
 from postlude.world.launcher import run_on_ranks
@@ -35,8 +36,6 @@ FIRST_WARNING, WARN_SECONDS = 5.0, 60.0  # seconds without resources until the f
 
 @dataclass(frozen=True)
 class RankResult:
-    """The result of a rank: a value, or how it failed."""
-
     value: Any = None
     status: RankStatus | None = None
     error: BaseException | None = None
@@ -132,7 +131,6 @@ class RankActors:
                 print(f"waiting for room, {timeout - waited:.0f} s more at most (--timeout): {lacks}", file=sys.stderr)
 
     def start(self, function: Callable[[], Any], relay: Any, options: dict[str, Any]) -> None:
-        """Runs a function on every rank."""
         import ray
 
         calls = [actor.prepare.remote(os.getcwd()) for actor in self.actors]
@@ -152,12 +150,12 @@ class RankActors:
                 "LOCAL_WORLD_SIZE": str(nodes.count(node)),
                 "MASTER_ADDR": "127.0.0.1" if single_node else address,
                 "MASTER_PORT": str(port),
+                LOG_FORMAT: os.environ.get(LOG_FORMAT, ""),
             }
             local_ranks[node] += 1
             self.runs[actor.run.remote(variables, max(1, threads), relay, packed, options)] = index
 
     def _get(self, index: int, call: Any) -> Any:
-        """Returns the result of a call, or `RankLost`."""
         import ray
 
         try:
@@ -180,11 +178,9 @@ class RankActors:
 
     @property
     def failed(self) -> bool:
-        """Whether a rank has failed or is lost."""
         return any(isinstance(result, RankLost) or result.status is not None for result in self.results.values())
 
     def stop(self) -> None:
-        """Ends every rank, and frees its resources."""
         import ray
 
         for actor in self.actors:
@@ -201,7 +197,6 @@ class RunFailure:
 
 
 def failure_of(results: dict[int, RankResult | RankLost], size: int) -> RunFailure:
-    """Returns the failure of ranks of which some failed or are lost."""
     lost = {rank: result.reason for rank, result in results.items() if isinstance(result, RankLost)}
     ended = {rank: result for rank, result in results.items() if isinstance(result, RankResult)}
     statuses = {rank: result.status for rank, result in ended.items() if result.status is not None}

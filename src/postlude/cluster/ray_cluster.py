@@ -21,7 +21,6 @@ MAX_TEMP_PATH = 40  # characters of the temporary folder with which Ray's socket
 
 
 def check_ray() -> None:
-    """Raises an ImportError if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise ImportError(f"--ray needs Ray, which is not installed. Install it: {INSTALL}")
 

@@ -26,7 +26,6 @@ class RayLauncher:
         self._started = 0
 
     def start(self, command: ServerCommand) -> ServerProcess:
-        """Starts a server as soon as a node has room for it."""
         import ray
 
         actor = ray.remote(ServerActor).options(
@@ -48,7 +47,6 @@ class ServerActor:
         self.process: ServerProcess | None = None
 
     def start(self, command: ServerCommand, logs: str, directory: str, single_machine: bool) -> tuple[str, str]:
-        """Starts the server and returns its address and its key."""
         import ray
 
         leave_process_group()
@@ -59,11 +57,9 @@ class ServerActor:
         return self.process.url, self.process.key
 
     def is_listening(self) -> bool:
-        """Returns whether the server listens at its address."""
         return self.process is not None and self.process.is_listening()
 
     def wait(self) -> str:
-        """Waits for the server's end and returns its reason."""
         assert self.process is not None
         while (reason := self.process.exit_reason()) is None:
             time.sleep(POLL_SECONDS)
@@ -84,7 +80,6 @@ class _RayProcess:
         self._reason: str | None = None
 
     def exit_reason(self) -> str | None:
-        """Returns the actor's reason, or Ray's if the actor is lost."""
         import ray
 
         if self._reason is None and self._ended is None and ray.wait([self._started], timeout=0)[0]:
@@ -101,7 +96,6 @@ class _RayProcess:
         return self._reason
 
     def is_listening(self) -> bool:
-        """Returns whether it listens, as its node says."""
         import ray
 
         try:
@@ -110,7 +104,6 @@ class _RayProcess:
             return False
 
     def stop(self) -> None:
-        """Stops the server and frees its resources."""
         import ray
 
         if self.exit_reason() is None and self._ended is None:

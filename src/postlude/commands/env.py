@@ -32,7 +32,6 @@ VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TRITON_INTERPRET", OVER
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints the environment as text, or as JSON."""
     environment = describe(options.gpu)
     print(json.dumps(environment, indent=1) if options.json else as_text(environment))
 
@@ -73,7 +72,6 @@ def named_gpu(name: str) -> GPU:
 
 
 def as_text(environment: dict[str, Any]) -> str:
-    """Returns the environment as lines of text."""
     packages: dict[str, str | None] = environment["packages"]
     installed = {name: text for name, text in packages.items() if text is not None}
     missing = [name for name in packages if name not in installed]
@@ -120,7 +118,6 @@ def _gpu(index: int) -> dict[str, Any]:
 
 
 def _version(package: str) -> str | None:
-    """Returns the version of a package. That of an imported torch has its build, such as +cu128."""
     if package == "torch":
         return str(torch.__version__)
     try:

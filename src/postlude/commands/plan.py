@@ -13,7 +13,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from postlude.hf.families import FAMILIES
-from postlude.hf.lora_targets import adapter_configs
+from postlude.hf.linear_layers import adapter_configs
 from postlude.hf.read_model import read_model
 from postlude.layout import Layout, Stage
 from postlude.lora import NO_ADAPTERS, AdapterConfig, LoRA
@@ -61,7 +61,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _config(model: str, mtp: int) -> ModelConfig:
-    """Returns the config of a model directory, a config.json (a packaged one too), a GGUF file or a built-in model."""
     config = read_model(resolve_source(str(find_packaged(Path(model))))[0])[1]
     if mtp and not config.pattern.mtp:
         depths = f"/[{config.pattern.layers[-1]}]" * mtp
@@ -70,7 +69,6 @@ def _config(model: str, mtp: int) -> ModelConfig:
 
 
 def _model(options: argparse.Namespace, config: ModelConfig, hardware: Hardware) -> CostModel:
-    """Returns the cost model of the options, or raises."""
     budget = options.budget or options.seq
     if budget < options.seq:
         raise ValueError(f"--budget is {budget}, but a sequence has {options.seq} tokens. Raise it, or lower --seq.")

@@ -1,16 +1,22 @@
-"""`postlude grpo` and the other recipes: read the config, run the preflight, start the ranks."""
+"""`postlude grpo` and the other recipes: read the config, run the preflight, start the ranks. Also `schema`."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from typing import Any
 
+from rich.console import Console
+
+from postlude.checks import check_writable
 from postlude.cluster.ray_cluster import LOCAL, check_ray
 from postlude.error_output import print_error
+from postlude.json_log import print_line
 from postlude.recipes.api import RecipeStart
 from postlude.recipes.config.load import to_yaml
-from postlude.recipes.registry import Recipe
+from postlude.recipes.config.schema import file_schema
+from postlude.recipes.registry import RECIPES, Recipe
 from postlude.recipes.run.lock import wait_for
 from postlude.recipes.run.outcome import EXIT_DONE
 from postlude.recipes.run.start_mode import StartMode, find_checkpoint, parse_step
@@ -19,7 +25,6 @@ RELEASE_SECONDS = 10.0  # for ranks of an earlier Ray driver to release the run 
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs or resumes a recipe."""
     recipe: Recipe = options.parser.recipe
     config = _config(options, recipe)
     start_mode = StartMode(
@@ -47,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
             print_findings(inputs, findings, Console())
         return EXIT_DONE
     if "mtp" in findings:  # a run should not add new layers silently
-        console.print(f"mtp: {findings['mtp']}")
+        print_line(f"mtp: {findings['mtp']}")
     inputs.succeed()
     if not ray:
         outcome = start.run(start_mode, timeout=options.timeout)
@@ -69,3 +74,15 @@ def _config(options: argparse.Namespace, recipe: Recipe) -> Any:
     if options.config is None and not overrides and not options.dry_run:
         raise ValueError("give a CONFIG, or fields such as --model; --dry-run alone shows what all of them are.")
     return recipe.read(options.config, overrides)
+
+
+def run_schema(options: argparse.Namespace) -> None:
+    console = Console()
+    text = json.dumps(file_schema(RECIPES[options.recipe].config), indent=1, ensure_ascii=False) + "\n"
+    if options.to is None:
+        print(text, end="")
+    else:
+        check_writable("--to", options.to.parent, "the file")
+        options.to.parent.mkdir(parents=True, exist_ok=True)
+        options.to.write_text(text, encoding="utf-8")
+        console.print(f"schema: {options.to}", markup=False, highlight=False, soft_wrap=True)

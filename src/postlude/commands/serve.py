@@ -7,20 +7,20 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 
 from postlude.commands.loading import load_generator, warn_of_endless_turns
+from postlude.json_log import print_line
 from postlude.recipes.run.outcome import RunFailed
 from postlude.serving.http.log_lines import log_to_stderr
 from postlude.serving.server.generation_server import GenerationServer
-from postlude.world.ports import is_loopback
+from postlude.world.ports import check_address, is_loopback
 
 KEY = "POSTLUDE_API_KEY"
 
 
 def run(options: argparse.Namespace) -> None:
     """Serves until a signal stops it. One line reports the address when it is ready."""
-    check_address(options.host, options.port)
+    check_address(options.host, options.port, "--host or --port")
     key = options.api_key or os.environ.get(KEY)
     check_key(options.host, key)
     log_to_stderr(logging.WARNING)
@@ -44,22 +44,8 @@ def check_key(host: str, key: str | None) -> None:
         )
 
 
-def check_address(host: str, port: int) -> None:
-    """Refuses an address that is not free, before a model is loaded."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
-            trial.bind(address)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise OSError(f"cannot listen at {host}, port {port}: {reason}. Give another --host or --port.") from error
-
-
 async def _serve(server: GenerationServer, options: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
-    await server.run(
-        options.host, options.port, lambda address: print(f"serving {server.name} at {address}", flush=True)
-    )
+    await server.run(options.host, options.port, lambda address: print_line(f"serving {server.name} at {address}"))

@@ -7,10 +7,11 @@ import logging
 from importlib.util import find_spec
 
 from postlude.cluster.ray_cluster import check_ray
-from postlude.commands.serve import check_address
+from postlude.json_log import print_line
 from postlude.layout import Layout
 from postlude.recipes.run.outcome import RunFailed
 from postlude.serving.http.log_lines import log_to_stderr
+from postlude.world.ports import check_address
 
 LOCAL_KEY = "tml-local"
 NEEDED = ("uvloop", "google.protobuf", "zstandard")
@@ -28,7 +29,7 @@ def run(options: argparse.Namespace) -> None:
 
     if options.ray is not None:
         check_ray()
-    check_address(options.host, options.port)
+    check_address(options.host, options.port, "--host or --port")
     check_key_file(options.host, options.key_file)
     keys = read_keys(options.key_file) if options.key_file is not None else None
     models_per_key = options.max_models_per_key or -(-options.max_models // max(1, len(keys or ())))
@@ -54,8 +55,9 @@ def run(options: argparse.Namespace) -> None:
     def ready(address: str) -> None:
         names = ", ".join(info.name for info in backend.base_models)
         key = LOCAL_KEY if keys is None else f"…  # a key of {options.key_file}"
-        print(f"serving {names}; saves to {options.state}")
-        print(f"export TINKER_BASE_URL={address}\nexport TINKER_API_KEY={key}", flush=True)
+        print_line(f"serving {names}; saves to {options.state}")
+        print_line(f"export TINKER_BASE_URL={address}")
+        print_line(f"export TINKER_API_KEY={key}")
 
     try:
         run_server(serve(backend, state, host=options.host, port=options.port, keys=keys, limits=limits, ready=ready))

@@ -43,7 +43,6 @@ class Traced(TrainingOptions):
 
 
 def run(options: argparse.Namespace) -> int | None:
-    """Runs a step on the ranks of a layout and writes its timeline."""
     check_writable("--to", options.to, "it")
     layout = Layout.parse(options.layout)
     min_microbatches = 2 * layout.pp
@@ -82,7 +81,6 @@ def run(options: argparse.Namespace) -> int | None:
 
 
 def write(timelines: list[Timeline], directory: Path) -> None:
-    """Writes the SVG and the events to a directory."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / PICTURE).write_text(render_svg(timelines), encoding="utf-8")
     events, first = [], 0

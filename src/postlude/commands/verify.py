@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from postlude.hf.lora_targets import adapter_configs
+from postlude.hf.linear_layers import adapter_configs
 from postlude.hf.read_model import Source, read_model
 from postlude.layout import Layout
 from postlude.options import chosen_layers
@@ -35,6 +35,11 @@ def run(options: argparse.Namespace) -> int:
             "--backend nccl needs a GPU, but ranks compute on the CPU; use --device cuda or --backend gloo."
         )
     dtype = _dtype(options.dtype, device, fp8=options.fp8)
+    if options.fp8 and options.share_prefixes:
+        raise ValueError(
+            "--share-prefixes cannot be compared with --fp8: the gradient of a token that sequences share is rounded "
+            "to FP8 once, as a sum, and one rank that computes every sequence alone rounds each part. Give one of them."
+        )
     layouts = fitting_layouts(config) if options.grid else [Layout.parse(text) for text in options.layout or [""]]
     if options.lora is not None:
         adapter_configs(options.lora, config, family)  # refuses targets that do not exist
@@ -69,7 +74,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _cases(options: argparse.Namespace, layouts: Sequence[Layout], source: Source, **settings: Any) -> list[Case]:
-    """Returns what is compared: every layout with every objective."""
     settings |= {
         name: getattr(options, name) for name in ("seed", "lora", "fp8", "recompute", "overlap", "offload_activations")
     }
@@ -131,7 +135,6 @@ def _adapter_line(report: AdapterReport) -> str:
 
 
 def _table(reports: Sequence[Report], tolerance: float | None) -> Table:
-    """Returns a table of the differences, at most 80 columns wide."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("layout", overflow="fold")
     for name in ("with", "loss", "log-prob", "entropy", "grad", "layers", "steps", ""):

@@ -35,7 +35,9 @@ class Batch:
 
     A column has one entry per sequence: a tensor [length, ...] with one value per token, or one scalar for all tokens.
     Packing shifts a column by one: the value of token i goes to position i - 1, which predicts token i. The column
-    "routing", [length, routers, top_k], is not shifted: entry i has the experts of token i as an input.
+    "routing", [length, routers, top_k], is not shifted: entry i has the experts of token i as an input. With the column
+    "sampling_mask", [length, k] token ids plus 1 and 0 for none, log-probs and entropies are those of the distribution
+    over the tokens of the mask; of an empty one, over the vocabulary.
 
     `groups` has one entry per sequence of the global batch. Sequences of the same group stay in one microbatch, such as
     chosen and rejected of a preference pair. GRPO's groups are not given here: microbatches may divide them.

@@ -41,7 +41,6 @@ class BinPlan:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of all sequences."""
         return self.starts[-1]
 
     @property
@@ -56,7 +55,6 @@ class BinPlan:
         return SegmentTree.of(self.prefixes, self.bins[bin_index], self.lengths)
 
     def members(self, bin_indices: Sequence[int]) -> list[int]:
-        """Returns the indices of the sequences of these bins, in order."""
         return [member for index in bin_indices for member in self.bins[index]]
 
 
@@ -197,18 +195,17 @@ def _join_sharing(
         seen.add(number)
         unit = units[number]
         # The unit's other sequences share at least as much with it elsewhere: this is an upper bound of the size.
-        own, _ = _unit_size_and_cost(unit, lengths, prefixes)
-        if common and joined and size + own - common <= limit:
+        unit_size, _ = _unit_size_and_cost(unit, lengths, prefixes)
+        if common and joined and size + unit_size - common <= limit:
             joined[-1] = joined[-1] + unit
             size, _ = _unit_size_and_cost(joined[-1], lengths, prefixes)
         else:
             joined.append(list(unit))
-            size = own
+            size = unit_size
     return joined
 
 
 def _members_by_group(groups: Sequence[Hashable], count: int) -> list[list[int]]:
-    """Returns the sequences of each group, in the order of first appearance."""
     if len(groups) != count:
         raise ValueError(f"there are {len(groups)} groups for {count} sequences. Give one per sequence.")
     members: dict[Hashable, list[int]] = {}

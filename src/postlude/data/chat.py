@@ -63,7 +63,6 @@ class EncodedSequence:
     mask: list[int]
 
     def __len__(self) -> int:
-        """The number of tokens."""
         return len(self.tokens)
 
 

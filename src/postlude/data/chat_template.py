@@ -426,7 +426,6 @@ def _call(call: Mapping[str, Any], location: str, *, as_text: bool) -> dict[str,
 
 
 def shorten(value: Any) -> str:
-    """Returns a value as an error message shows it."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

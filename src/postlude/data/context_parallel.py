@@ -2,8 +2,7 @@
 
 A sequence is padded to 2 · size chunks of equal width, and rank r takes chunks r and 2 · size - 1 - r: an early one,
 whose queries see few keys, and a late one, whose queries see many. Targets and columns are aligned to the predicting
-position before, so none is needed from another rank. Where sequences share tokens, the trunk's segments are sharded in
-the same way.
+position before, so none is needed from another rank. Segments that sequences share are sharded in the same way.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from postlude.data.microbatch import IGNORE, Microbatch, SequenceRows, Trunk
+from postlude.data.microbatch import IGNORE, Microbatch, SequenceRows, SharedSegments
 from postlude.data.prefix_tree import SegmentTree
 from postlude.ops.packing import Packing, to_device
 from postlude.ops.row_gather import RowGather
@@ -31,10 +30,9 @@ def shard_context(microbatch: Microbatch, cp: Axis, tp: Axis = SINGLE_RANK) -> M
     Positions stay those in the whole sequence. Every rank gets the same number of tokens, a multiple of `tp.size`.
     For that, sequences are padded at their ends to a multiple of 2 · size, and the last one further if needed: token 0,
     target `IGNORE`, columns 0, batch index and routing -1, positions continued. With one rank only the last sequence is
-    padded. A microbatch that needs no padding, or is empty, is returned as it is. One whose sequences share tokens gets
-    its `trunk`.
+    padded. A microbatch that needs no padding, or is empty, is returned as it is. Shared tokens become `segments`.
     """
-    if microbatch.padding or microbatch.sequence_rows is not None or microbatch.trunk is not None:
+    if microbatch.padding or microbatch.sequence_rows is not None or microbatch.segments is not None:
         raise ValueError(
             f"microbatch {microbatch.index} is padded or sharded already, but only a whole one can be sharded. "
             f"Shard it once, as pack made it."
@@ -46,7 +44,7 @@ def shard_context(microbatch: Microbatch, cp: Axis, tp: Axis = SINGLE_RANK) -> M
     mtp = tuple(_shard(at_depth, chunks, depth) for depth, at_depth in shifted)
     sharded = _shard(microbatch, chunks)
     if microbatch.tree is not None:
-        sharded = replace(sharded, trunk=_shard_trunk(microbatch, microbatch.tree, sharded, chunks, tp))
+        sharded = replace(sharded, segments=_shard_segments(microbatch, microbatch.tree, sharded, chunks, tp))
     return replace(sharded, mtp_microbatches=mtp) if mtp else sharded
 
 
@@ -79,7 +77,6 @@ class _Chunks:
 
     @property
     def is_whole(self) -> bool:
-        """Whether one rank has all tokens, without padding."""
         return self.cp.size == 1 and len(self.offset) == self.packing.total
 
     @property
@@ -140,8 +137,10 @@ def _shard(microbatch: Microbatch, chunks: _Chunks, depth: int = 0) -> Microbatc
     )
 
 
-def _shard_trunk(microbatch: Microbatch, tree: SegmentTree, local: Microbatch, whole: _Chunks, tp: Axis) -> Trunk:
-    """Returns the trunk of a whole microbatch. `local` and `whole` are the chunks of its sequences on this rank."""
+def _shard_segments(
+    microbatch: Microbatch, tree: SegmentTree, local: Microbatch, whole: _Chunks, tp: Axis
+) -> SharedSegments:
+    """Returns the shared segments of a microbatch. `local` and `whole` are the chunks of its sequences on this rank."""
     device = microbatch.tokens.device
     segments = Packing.from_lengths(tree.lengths, device)
     sequence_starts = np.cumsum(microbatch.packing.lengths) - np.array(microbatch.packing.lengths)
@@ -181,7 +180,7 @@ def _shard_trunk(microbatch: Microbatch, tree: SegmentTree, local: Microbatch, w
     pairs = [(segment, sequence) for sequence, path in enumerate(tree.paths) for segment in path]
     segment_of_pair, sequence_of_pair = (torch.tensor(column) for column in zip(*pairs, strict=True))
     multiplicity = torch.tensor(tree.multiplicities, dtype=torch.float32)[torch.from_numpy(chunks.sequence)]
-    return Trunk(
+    return SharedSegments(
         sharded,
         tree,
         to_device(multiplicity, device),

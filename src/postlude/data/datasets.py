@@ -46,19 +46,16 @@ class Rows:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        """One row, by column name."""
         return self.rows[index]
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         return iter(self.rows)
 
     def location(self, index: int) -> str:
-        """Returns where a row is, for error messages."""
         return self.locations[index]
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Every column, in the order of first appearance."""
         return tuple(dict.fromkeys(name for row in self.rows for name in row))
 
     def require(self, *columns: str) -> Rows:
@@ -141,7 +138,6 @@ class HubFiles(Sequence[Path]):
         return len(self.names)
 
     def __getitem__(self, index: Any) -> Any:
-        """The path of one file."""
         return self.repo.download(self.snapshot, [self.names[index]])[0]
 
 
@@ -184,7 +180,6 @@ def file_format(file: Path) -> str | None:
 
 
 def read_file(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields where each row of a file is, and the row."""
     suffix = file_format(file)
     if suffix == ".parquet":
         yield from read_parquet(file)
@@ -345,7 +340,6 @@ class HeldOutRows:
             )
 
     def __contains__(self, index: object) -> bool:
-        """Whether a row, or one of the same task, is held out."""
         return isinstance(index, int) and self.identity(index) in self.tasks
 
 
@@ -393,7 +387,6 @@ class RowOrder:
         return {"size": self.size, "seed": self.seed, "epoch": self.epoch, "position": self.position}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from a state of an order of the same size and seed."""
         for name in ("size", "seed"):
             if state.get(name) != getattr(self, name):
                 raise ValueError(
@@ -440,12 +433,10 @@ class RowSource(ABC, Generic[Row]):
 
     @property
     def held_out(self) -> Sequence[Row]:
-        """The rows that are never trained on."""
         return ()
 
     @property
     def held_out_identities(self) -> set[bytes]:
-        """The identities of the held-out rows' tasks."""
         return set()
 
     @property

@@ -64,7 +64,6 @@ class HubRepo:
         return cached
 
     def download(self, snapshot: HubSnapshot, files: Sequence[str]) -> list[Path]:
-        """Returns the paths of `files`, and downloads those that are not in the cache."""
         if _missing(snapshot, files):
             with self._lock():
                 if missing := _missing(snapshot, files):

@@ -20,6 +20,8 @@ IGNORE = -100
 """The target of a position that predicts nothing: the last one of each sequence, and padding."""
 ROUTING = "routing"
 """The column of a batch with the experts of its tokens: see `Microbatch.routing`."""
+SAMPLING_MASK = "sampling_mask"
+"""The column of a batch with the tokens that each token was sampled from, [length, k] ids plus 1; 0 for none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +61,7 @@ class SequenceRows:
 
 
 @dataclass(frozen=True, eq=False)
-class Trunk:
+class SharedSegments:
     """The tokens that the layers compute for a microbatch whose sequences share tokens, each of those once."""
 
     microbatch: Microbatch
@@ -68,17 +70,16 @@ class Trunk:
     multiplicity: Tensor
     """[T] fp32, the number of sequences that share each token."""
     rows: RowGather
-    """The rows of this rank's tokens of the whole sequences, [T / tp], among those of the trunk on all ranks."""
+    """The rows of this rank's tokens of the whole sequences, [T / tp], among all ranks' tokens of segments."""
     first_copies: Tensor
     """[T] int64 of the whole sequences: the first position here with the same hidden state and the same target."""
     distinct_targets: int
-    """The number of positions of the whole sequences with a target that are the first with it and their state."""
+    """The number of different pairs of hidden state and target, positions without a target left out."""
     segment_of_pair: Tensor
     """[pairs] int64: with `sequence_of_pair`, every segment of every sequence."""
     sequence_of_pair: Tensor
 
-    def to(self, device: torch.device | str) -> Trunk:
-        """Returns the same trunk with every tensor on `device`."""
+    def to(self, device: torch.device | str) -> SharedSegments:
         return replace(
             self,
             microbatch=self.microbatch.to(device),
@@ -186,10 +187,10 @@ class Microbatch:
     """[T, routers, top_k] integers, the experts of each input token. -1: the router chooses. Unlike a column it is
     not shifted."""
     tree: SegmentTree | None = None
-    """The segments of sequences that begin alike, if their tokens are computed once: `shard_context` makes `trunk`."""
-    trunk: Trunk | None = None
-    """The tokens that the layers compute, if that are not all tokens of the sequences. The output processor's hidden
-    states are those of whole sequences in any case."""
+    """The segments of sequences that begin alike, if their tokens are computed once: see `segments`."""
+    segments: SharedSegments | None = None
+    """The tokens that the layers compute, where sequences share some: `shard_context` makes them. The output
+    processor's hidden states are those of whole sequences in any case."""
     temperature: float = 1.0
     """The temperature that the tokens were sampled with: the default of the head's log-probs."""
     last_values: Mapping[str, Tensor] = field(default_factory=dict)
@@ -235,8 +236,8 @@ class Microbatch:
 
     @property
     def layer_microbatch(self) -> Microbatch:
-        """The microbatch that the layers compute: the trunk's, or this one."""
-        return self if self.trunk is None else self.trunk.microbatch
+        """The microbatch that the layers compute: that of `segments`, or this one."""
+        return self if self.segments is None else self.segments.microbatch
 
     @property
     def head_exchange(self) -> HeadExchange:
@@ -306,7 +307,7 @@ class Microbatch:
             columns={name: to_device(column, device) for name, column in self.columns.items()},
             batch_indices=to_device(self.batch_indices, device),
             sequence_rows=self.sequence_rows and self.sequence_rows.to(device),
-            trunk=self.trunk and self.trunk.to(device),
+            segments=self.segments and self.segments.to(device),
             mtp_microbatches=tuple(shifted.to(device) for shifted in self.mtp_microbatches),
             routing=None if self.routing is None else to_device(self.routing, device),
         )

@@ -72,7 +72,6 @@ class BatchContent:
 
 
 def sequence_lengths(sequences: Sequences) -> list[int]:
-    """Returns the number of tokens of each sequence."""
     lengths = []
     for index, sequence in enumerate(sequences):
         if isinstance(sequence, Tensor | np.ndarray):

@@ -54,7 +54,6 @@ class PrefixOrder:
         return cls(tuple(indices), (0,) * len(indices))
 
     def among(self, members: Sequence[int]) -> PrefixOrder:
-        """Returns the order of some of the sequences."""
         if not members:
             return PrefixOrder((), ())
         places = np.sort([self._places[member] for member in members])
@@ -81,7 +80,6 @@ class PrefixOrder:
 
     @property
     def shares(self) -> bool:
-        """Whether any token is shared."""
         return any(self.common)
 
 

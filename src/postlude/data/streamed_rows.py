@@ -140,7 +140,6 @@ class StreamedRows(RowSource[Row]):
 
     @property
     def size(self) -> None:
-        """Unknown before the end of an epoch."""
         return None
 
     @property
@@ -165,7 +164,6 @@ class StreamedRows(RowSource[Row]):
         return {**settings, **place}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from a state of the same files, seed and buffer."""
         for name, value in (("files", len(self.files)), ("seed", self.seed), ("buffer", self.buffer)):
             if name not in state or state[name] != value:
                 raise ValueError(
@@ -180,7 +178,6 @@ class StreamedRows(RowSource[Row]):
         self._in_epoch = 1  # unknown
 
     def _encode_more(self, count: int) -> None:
-        """Encodes rows of the buffer, or of the next one if it is done."""
         if self._rows is None:
             self._read_buffer()
         while self._rows is None or self.done == len(self._rows):

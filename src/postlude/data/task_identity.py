@@ -73,7 +73,6 @@ class TaskSet:
         self.update(identities)
 
     def update(self, identities: Iterable[bytes]) -> None:
-        """Adds tasks."""
         for identity in identities:
             self.identities.add(identity)
             self._systems.setdefault(identity[:DIGEST_BYTES], set()).add(identity[DIGEST_BYTES:].strip(b"\0"))

@@ -118,7 +118,6 @@ class PiecewiseTokenizer:
         return [token for piece in pieces for token in known[piece]]
 
     def _pieces(self, text: str) -> list[str]:
-        """Returns the text, split before each border token."""
         if self._splits is False or self._special is None:
             return [text]
         starts = [match.start() for match in self._special.finditer(text) if match[0] in self._borders]

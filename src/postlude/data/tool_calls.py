@@ -54,11 +54,18 @@ class ToolCallFormat(ABC):
         starts = [completion.find(opening) for opening in self.openings if opening in completion]
         return completion[: min(starts, default=0)]
 
+    def calls_from(self, text: str) -> int:
+        """Returns where calls may begin in a text that may go on: before this, it is text in any case."""
+        if not self.openings:
+            return 0
+        known = [text.find(opening) for opening in self.openings if opening in text]
+        begun = [len(text) - beginning_at_end(text, opening) for opening in self.openings]
+        return min(known + begun)
+
     def _malformed(self, reason: str = "") -> MalformedCall:
         return MalformedCall(f"a call is {self.form}{reason}")
 
     def _from_json(self, call: Any, key: str) -> ToolCall | MalformedCall:
-        """Returns the call that a JSON object is, with its arguments under `key`."""
         arguments = call.get(key) if isinstance(call, dict) else None
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return self._malformed()
@@ -75,7 +82,6 @@ class Hermes(ToolCallFormat):
     CALL: ClassVar = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
     def parse(self, completion: str, types: ParameterTypes) -> list[ToolCall | MalformedCall]:
-        """Returns the call of each tag."""
         return [self._call(text) for text in self.CALL.findall(completion)]
 
     def _call(self, text: str) -> ToolCall | MalformedCall:
@@ -97,6 +103,10 @@ class Llama3(ToolCallFormat):
     openings, closings = (TAG,), ("}",)
     ENDS: ClassVar = re.compile(r"(?:<\|eom_id\|>|<\|eot_id\|>|\s)+\Z")
     START: ClassVar = re.compile(r'\s*\{\s*"name"\s*:\s*"')
+
+    def calls_from(self, text: str) -> int:
+        """Returns 0 for a text that may be an object as a whole."""
+        return 0 if text.lstrip()[:1] in ("", "{") else super().calls_from(text)
 
     def parse(self, completion: str, types: ParameterTypes) -> list[ToolCall | MalformedCall]:
         """Returns the calls after the tag, or those that the completion consists of."""
@@ -173,6 +183,12 @@ def _typed(text: str, kind: str) -> Any:
     if not isinstance(value, types[kind]) or is_boolean != (kind == "boolean"):
         raise ValueError(f"{text!r} is not of type {kind}")
     return value
+
+
+def beginning_at_end(text: str, marker: str) -> int:
+    """Returns the length of the longest beginning of a marker, but not all of it, at the end of a text."""
+    longest = min(len(marker) - 1, len(text))
+    return next((length for length in range(longest, 0, -1) if text.endswith(marker[:length])), 0)
 
 
 FORMATS: dict[str, type[ToolCallFormat]] = {"hermes": Hermes, "llama3": Llama3, "qwen3_coder": Qwen3Coder}

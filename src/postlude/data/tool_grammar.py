@@ -72,7 +72,6 @@ class ToolGrammar:
         )
 
     def _calls(self, tools: Sequence[Mapping[str, Any]], before_name: str) -> list[str]:
-        """Returns the rules call_0, call_1, … of the tools."""
         rules = []
         for place, tool in enumerate(tools):
             name, schema = tool["function"]["name"], {"additionalProperties": False, **tool["function"]["parameters"]}

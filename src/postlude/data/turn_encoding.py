@@ -84,7 +84,6 @@ class TurnEncoder:
 
     @cached_property
     def ends(self) -> frozenset[int]:
-        """The tokens that end a turn."""
         return frozenset(turn_ends(self.tokenizer, self.template.options))
 
     def encode(

@@ -26,11 +26,11 @@ from postlude.engine.streaming import (
     stream,
 )
 from postlude.engine.training_state import TrainingState
-from postlude.hf.checksum import name_weight, position_sum
 from postlude.hf.family import VALUE_HEAD, Family, map_to_hf
-from postlude.hf.lora_targets import adapter_configs
+from postlude.hf.linear_layers import adapter_configs
 from postlude.hf.peft import base_entries, read_adapter, to_peft, write_adapter
 from postlude.hf.read_peft import from_peft
+from postlude.hf.tensor_sources import name_weight, position_sum
 from postlude.lora import NO_ADAPTERS, AdapterConfigs, LoRA
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.adapters import is_adapter
@@ -46,8 +46,6 @@ DEFAULT = "default"
 
 
 class AdaptedModel(DistributedModel, Protocol):
-    """A distributed model with adapters: an engine."""
-
     config: ModelConfig
     block_types: BlockTable
     family: Family | None
@@ -57,9 +55,7 @@ class AdaptedModel(DistributedModel, Protocol):
     training_states: dict[str | None, TrainingState]
     failure_state: FailureState
 
-    def set_adapter(self, adapter: str | None) -> None:
-        """Selects the adapter that other calls use."""
-        ...
+    def set_adapter(self, adapter: str | None) -> None: ...
 
     def base_fingerprint(self) -> str | None:
         """Returns a digest of the frozen tensors; None if all are trained. Every rank calls it."""
@@ -107,7 +103,6 @@ class Adapters:
             raise ValueError(f'this engine has no adapter "{name}". {self._existing}')
 
     def check_new(self, name: str) -> None:
-        """Raises ValueError unless an adapter of this name can be added."""
         if not self.enabled:
             raise ValueError(
                 f'this engine trains all weights, so it takes no adapter "{name}": make it with Engine(..., lora={{}}).'
@@ -212,7 +207,6 @@ def remove_adapter(engine: AdaptedModel, name: str) -> None:
 
 
 def discard_adapter(engine: AdaptedModel, name: str) -> None:
-    """Removes an adapter that exists."""
     if engine.adapters.active == name:
         engine.set_adapter(None)
     del engine.adapters.by_name[name]

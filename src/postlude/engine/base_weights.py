@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 
 class WithoutAdapters:
-    """A distributed model without its adapters."""
-
     def __init__(self, model: Exported) -> None:
         self.config, self.families, self.block_types = model.config, model.families, model.block_types
         self.generation_config, self.mesh = model.generation_config, model.mesh
@@ -34,7 +32,6 @@ class WithoutAdapters:
         self.tensors, self.shared_parameters, self.low_bits = model.tensors, model.shared_parameters, model.low_bits
 
     def weight_deltas(self) -> Mapping[str, WeightDelta]:
-        """Returns nothing: adapters add nothing."""
         return {}
 
 

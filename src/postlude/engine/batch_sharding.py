@@ -23,14 +23,13 @@ from postlude.data.bins import BinPlan, find_shared_prefixes, plan_bins, plan_sh
 from postlude.data.microbatch import ROUTING
 from postlude.data.packing import BatchContent, build_microbatches, has_no_dtype, read_content, sequence_lengths
 from postlude.data.prefix_tree import PrefixOrder
-from postlude.engine.consistency import ConsistencyCheck, cpu_if_gloo
 from postlude.engine.normalizer import count_name
 from postlude.engine.options import EngineOptions
 from postlude.model.blocks import Block
 from postlude.model.config import ModelConfig
-from postlude.model.routing import check_experts
+from postlude.model.context import check_experts
 from postlude.options import SharePrefixes
-from postlude.world.agreement import Rank0Controller
+from postlude.world.agreement import ConsistencyCheck, Rank0Controller, cpu_if_gloo
 from postlude.world.mesh import Axis, Mesh
 
 DTYPES = (
@@ -197,7 +196,6 @@ def scatter_batch(
 
 
 def _select_rows(batch: Batch, sharding: BatchSharding, rank: int) -> Batch:
-    """Returns a batch with the sequences of data-parallel rank `rank` only."""
     rows = [row for row, owner in enumerate(sharding.owners) if owner == rank]
     columns = {name: [values[row] for row in rows] for name, values in batch.columns.items()}
     return replace(batch, sequences=[batch.sequences[row] for row in rows], columns=columns, sharding=sharding)
@@ -400,7 +398,6 @@ def _check_vocabulary(tokens: Tensor, size: int) -> None:
 
 
 def _column_type(name: str, column: Tensor, inferred: bool) -> list[int]:
-    """Returns a column's dtype and trailing shape as integers."""
     trailing = column.shape[1:]
     if column.dtype not in DTYPES or len(trailing) > MAX_TRAILING_DIMS:
         raise ValueError(

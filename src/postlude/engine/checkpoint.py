@@ -110,7 +110,6 @@ class CheckpointWriter:
         self._group = None
 
     def finish(self) -> None:
-        """Waits until the checkpoint is written. Raises the error of a failed write."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
@@ -127,7 +126,6 @@ def _prepare_save(
     staging: StagingBuffers,
     write_model_files: Callable[[Path], None],
 ) -> Callable[[], None]:
-    """Copies the state into `staging`. Returns the function that writes it."""
     target = Path(directory).expanduser().resolve()
     partial = target.parent / f".{target.name}.partial"
 
@@ -284,12 +282,11 @@ class _SavedTrainingState:
         )
         self.new_tensors = frozenset(() if recast is None else recast.new_tensors)
         self.has_optimizer_state = any(name.startswith(OPTIMIZER) for name in self.tensors)
-        """It is created in the first step with gradients."""
+        """Optimizer state is created in the first step with gradients."""
         self.steps_without_gradients: int = self.state["steps_without_gradients"]
         self.shards: dict[str, tuple[TensorShard, Tensor]] = {}
 
     def check_optimizer(self, source: Path) -> None:
-        """Raises ValueError if the state is of another optimizer."""
         if self.state["optimizer"] != (present := self.training_state.optimizer_kind):
             raise ValueError(
                 f"{source} was saved with {self.state['optimizer']}, but this engine has {present}. Give the engine "
@@ -314,7 +311,6 @@ class _SavedTrainingState:
                 training_state.optimizer.state[parameter]["step"].fill_(count)
 
     def name(self, tensor_name: str) -> str:
-        """Returns a tensor's name in the checkpoint."""
         return self.prefix + self._relative_name(tensor_name)
 
     def _relative_name(self, name: str) -> str:
@@ -368,7 +364,6 @@ def check_checkpoint(directory: str | os.PathLike[str]) -> None:
 
 
 def checkpoint_problem(directory: str | os.PathLike[str]) -> str:
-    """Returns what `check_checkpoint` raises, or ""."""
     try:
         check_checkpoint(directory)
     except (OSError, ValueError) as error:

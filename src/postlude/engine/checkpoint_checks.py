@@ -34,7 +34,6 @@ def check_files(source: Path, files: Mapping[str, Mapping[str, int]]) -> None:
 
 
 def refuse_damaged(source: Path, names: list[str]) -> None:
-    """Raises ValueError if there are damaged files."""
     if names:
         raise ValueError(
             f"{source} is damaged: {', '.join(names)} is not what was saved there. Load another checkpoint."

@@ -21,10 +21,10 @@ from postlude.engine import checkpoint, export, gradients, streaming
 from postlude.engine.adapters import Adapters, add_adapter_configs, weight_deltas
 from postlude.engine.batch_sharding import LocalBatch, shard_batch, supported_sharing, with_step_tokens
 from postlude.engine.failure_state import FailureState
-from postlude.engine.layer_metrics import LayerMetrics
-from postlude.engine.normalizer import LossNormalizer, MetricAccumulator, MetricIndex, check_counts
+from postlude.engine.normalizer import LossNormalizer, check_counts
 from postlude.engine.objective_processor import ObjectiveProcessor
 from postlude.engine.options import EngineOptions, takes_options
+from postlude.engine.pass_metrics import LayerMetrics, LossRecord, MetricIndex, ReducedPass, reduce_pass
 from postlude.engine.reference import Reference
 from postlude.engine.result import (
     Outputs,
@@ -36,8 +36,7 @@ from postlude.engine.result import (
     topk_processor,
 )
 from postlude.engine.stages import StageBuilder
-from postlude.engine.state_offload import StateOffload
-from postlude.engine.training_state import TrainingState, TrainingStateProperties, loading_in_fp32
+from postlude.engine.training_state import StateOffload, TrainingState, TrainingStateProperties, loading_in_fp32
 from postlude.hf.export import ModelCard, hf_export_config
 from postlude.hf.load import init_or_load_weights
 from postlude.hf.read_model import Recast, Source, read_generation_config, read_model, read_recast_plan, with_mtp
@@ -161,18 +160,18 @@ class Engine(TrainingStateProperties):
         self.adapters.check_trainable()
         local = self._shard(batch, counts)
         microbatches = with_step_tokens(local, counts, self.config) if counts else local.microbatches
-        accumulator = self._metric_accumulator(objective, local, counts)
+        record = self._loss_record(objective, local, counts)
         with self.failure_state.guard_pass("forward_backward", self.training_state.rebuild, gradients=True):
             self.training_state.free_shared_gradients()
-            processor = ObjectiveProcessor(objective, accumulator, self.stages.trains_depths)
+            processor = ObjectiveProcessor(objective, record, self.stages.trains_depths)
             self.stages.forward_backward(microbatches, processor, recorder)
             gradients.fill_and_reduce_shared(self.parameters, self.shared_parameters, self.mesh)
-            accumulator.layer_sums = self.layer_metrics.take_sums(self.stages.blocks, self.device)
-            values = accumulator.reduce(self._reports_results)
-            outputs = self._gather_outputs(objective, local, accumulator)
+            layer_sums = self.layer_metrics.take_sums(self.stages.blocks, self.device)
+            reduced = self._reduce_pass(record, layer_sums)
+            outputs = self._gather_outputs(objective, local, record, reduced)
             self.training_state.has_gradients = True
-        self.failure_state.raise_loss_error(accumulator.loss_error, "forward_backward", gradients=True)
-        return self._result(values, local, outputs, *accumulator.layer_totals)
+        self.failure_state.raise_loss_error(reduced.error, "forward_backward", gradients=True)
+        return self._result(reduced, local, outputs)
 
     def count(self, *batches: Batch) -> dict[str, float]:
         """Returns the denominators of a step of these batches: `counts` for the `forward_backward` of each."""
@@ -187,31 +186,35 @@ class Engine(TrainingStateProperties):
     ) -> PassResult:
         """Returns the result of `forward_backward`, without a backward and without the layers' metrics."""
         local = self._shard(batch, counts)
-        accumulator = self._metric_accumulator(objective, local, counts)
+        record = self._loss_record(objective, local, counts)
         with self.failure_state.guard_pass("evaluate_loss", self.training_state.rebuild):
-            processor = ObjectiveProcessor(objective, accumulator, self.stages.trains_depths)
+            processor = ObjectiveProcessor(objective, record, self.stages.trains_depths)
             self.stages.forward(local.microbatches, processor)
-            values = accumulator.reduce(self._reports_results)
-            outputs = self._gather_outputs(objective, local, accumulator)
-        self.failure_state.raise_loss_error(accumulator.loss_error, "evaluate_loss")
-        return self._result(values, local, outputs)
+            reduced = self._reduce_pass(record)
+            outputs = self._gather_outputs(objective, local, record, reduced)
+        self.failure_state.raise_loss_error(reduced.error, "evaluate_loss")
+        return self._result(reduced, local, outputs)
 
-    def _metric_accumulator(
+    def _loss_record(
         self, objective: Objective, local: LocalBatch, counts: Mapping[str, float] | None = None
-    ) -> MetricAccumulator:
-        """Returns the accumulator of a pass. All ranks raise before it begins if a denominator is unknown."""
+    ) -> LossRecord:
+        """Returns the empty record of a pass. All ranks raise before it begins if a denominator is unknown."""
         counts = counts or local.counts  # an empty mapping means none
         check_counts(objective, counts, len(self.config.pattern.mtp))
-        normalizer = LossNormalizer(local.microbatches, counts, cp_size=self.mesh.cp.size)
-        return MetricAccumulator(normalizer, self.metric_index)
+        return LossRecord(LossNormalizer(local.microbatches, counts, cp_size=self.mesh.cp.size))
 
-    def _gather_outputs(self, objective: Objective, local: LocalBatch, accumulator: MetricAccumulator) -> Outputs:
-        if not getattr(objective, "has_outputs", False) or accumulator.loss_error is not None:
+    def _reduce_pass(self, record: LossRecord, layer_sums: Tensor | None = None) -> ReducedPass:
+        return reduce_pass(record, self.metric_index, reports_results=self._reports_results, layer_sums=layer_sums)
+
+    def _gather_outputs(
+        self, objective: Objective, local: LocalBatch, record: LossRecord, reduced: ReducedPass
+    ) -> Outputs:
+        if not getattr(objective, "has_outputs", False) or reduced.error is not None:
             return {}
-        return local.gather_results(accumulator.outputs, shifted=True, device=self.device)
+        return local.gather_results(record.outputs, shifted=True, device=self.device)
 
-    def _result(self, metrics: dict[str, float], local: LocalBatch, outputs: Outputs, *totals: float) -> PassResult:
-        layers, plan = self.layer_metrics.compute(totals), local.plan
+    def _result(self, reduced: ReducedPass, local: LocalBatch, outputs: Outputs) -> PassResult:
+        layers, plan, metrics = self.layer_metrics.compute(reduced.layer_totals), local.plan, dict(reduced.metrics)
         loss, reductions = metrics.pop("loss"), dict(self.metric_index.slots.keys()) | layers.reductions
         return PassResult(
             loss,
@@ -396,8 +399,8 @@ class Engine(TrainingStateProperties):
     ) -> None:
         """Writes the training state to a new directory: weights, optimizer, schedule, random states, `extra` (JSON).
 
-        With the model's config and the `tokenizer`, if given, it can also be loaded as a model. It is copied to host
-        memory first. Without `wait` it is written in the background, and `finish_saving` raises its error.
+        With the model's config and the `tokenizer`, if given, it can also be loaded as a model. The state is copied to
+        host memory first. Without `wait` it is written in the background, and `finish_saving` raises its error.
         """
         self.failure_state.check()
         model_files = export.model_files(self, self.compute_dtype, tokenizer)

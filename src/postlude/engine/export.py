@@ -43,8 +43,6 @@ EMBEDDING, HEAD = "embedding.weight", "head.weight"
 
 
 class Exported(DistributedModel, Protocol):
-    """A distributed model and its description: an engine."""
-
     config: ModelConfig
     families: Families
     block_types: BlockTable
@@ -73,7 +71,6 @@ class Untied:
 
 
 def warn_without_tokenizer(directory: Path) -> None:
-    """Warns of an exported model that has no tokenizer, which most programs need."""
     if dist.get_rank() == 0 and not any((directory / name).exists() for name in TOKENIZER):
         LOG.warning("%s has no tokenizer: give the export one, tokenizer=load_tokenizer(MODEL).", directory)
 

@@ -45,7 +45,6 @@ class FailureState:
             raise RuntimeError(reason)
 
     def check_on_device(self) -> None:
-        """Raises RuntimeError if the engine is offloaded."""
         if self.offloaded:
             raise RuntimeError(OFFLOADED)
 
@@ -97,7 +96,6 @@ class FailureState:
 
     @contextmanager
     def guard_write(self, call: str) -> Iterator[None]:
-        """Records the failure of a block that writes weights and optimizer state."""
         try:
             yield
         except BaseException as error:

@@ -94,7 +94,6 @@ class FSDPAutomatic(ParameterSharding):
             self._set_backward(last=False)
 
     def before_last_backward(self) -> None:
-        """Configures FSDP for the last backward."""
         self._set_backward(last=True)
 
     def end_pass(self) -> None:
@@ -121,7 +120,6 @@ class FSDPManual(FSDPAutomatic):
     last_backward = False
 
     def begin_pass(self, *, train: bool) -> None:
-        """Gathers all weights."""
         self.last_backward = False
         if not train:
             return
@@ -140,7 +138,6 @@ class FSDPManual(FSDPAutomatic):
         self.last_backward = True
 
     def grads_ready(self, module: FSDPUnit) -> None:
-        """Reduces the gradients: of every backward, or only of the last."""
         stage = self.stage
         in_layers = {id(m) for layer in stage.logical_layers for m in layer.modules()} if module is stage else set()
         units = [m for m in module.modules() if isinstance(m, FSDPModule) and id(m) not in in_layers]

@@ -58,7 +58,6 @@ def replica_count(parameter: Tensor) -> int:
 
 
 def clip(parameters: Iterable[Tensor], limit: float, norm: float) -> None:
-    """Clips this rank's gradients to `limit`, given the global `norm`."""
     shards = []
     for parameter in parameters:
         if parameter.grad is not None:

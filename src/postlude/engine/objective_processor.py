@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from postlude.data import Microbatch
-from postlude.engine.normalizer import LossNormalizer, MetricAccumulator
+from postlude.engine.normalizer import LossNormalizer
+from postlude.engine.pass_metrics import LossRecord
 from postlude.model import MTPOptions, OutputInputs
 from postlude.model.output import MTPDepths, OutputHead
 from postlude.model.parallel import ValueHead
@@ -38,21 +39,21 @@ class IgnoredGradients:
         """[T] bool."""
 
     def set_positions(self, loss: Loss, depth: int, microbatch: Microbatch, normalizer: LossNormalizer) -> None:
-        """Finds the positions at a depth, given what the objective returned for the trunk's `microbatch`."""
+        """Finds the positions at an MTP depth from the objective's `loss`. `microbatch` is that of depth 0."""
         for term in loss.terms():
             if term.depth == depth and term.over != "sequences" and term.values.ndim:
                 without_weight = normalizer.weights(term.over, microbatch, term.depth) == 0
                 self.ignored = without_weight if self.ignored is None else self.ignored & without_weight
 
     def attach(self, inputs: OutputInputs) -> OutputInputs:
-        """Returns the inputs of an objective whose values do not pass on the gradients."""
+        """Returns the objective's inputs. Their hidden states and the head's results drop the ignored gradients."""
         head, tp = inputs.head, inputs.head.tp
         self.filter(inputs.hidden, lambda ignored: ignored[slice(*tp.block(len(ignored)))])
         head_fields = {field.name: getattr(head, field.name) for field in fields(OutputHead)}
         return replace(inputs, head=_FilteringHead(**head_fields, ignored_gradients=self))
 
     def filter(self, values: Tensor, select: Callable[[Tensor], Tensor] = lambda ignored: ignored) -> Tensor:
-        """Returns the same values [T, ...] (or [T / tp, ...], of which it `select`s the positions)."""
+        """Returns `values` [T, ...] with a filtered gradient; `select` picks the positions of values [T / tp, ...]."""
 
         def clean(gradient: Tensor | None) -> Tensor | None:
             if self.ignored is None or gradient is None:
@@ -67,7 +68,7 @@ class IgnoredGradients:
 
 @dataclass(frozen=True, kw_only=True)
 class _FilteringHead(OutputHead):
-    """The head of an objective, whose results take no gradients of values without a weight."""
+    """The objective's head, whose results drop non-finite gradients at positions without a weight."""
 
     ignored_gradients: IgnoredGradients
 
@@ -100,22 +101,20 @@ class ObjectiveProcessor:
     """
 
     objective: Objective
-    metrics: MetricAccumulator
+    record: LossRecord
     trains_depths: bool
 
     @property
     def mtp_options(self) -> MTPOptions | None:
-        """The objective's `mtp_options`, if it has any."""
         return getattr(self.objective, "mtp_options", None)
 
     def __call__(self, inputs: OutputInputs, context: None = None) -> Tensor:
-        """Returns the loss to differentiate."""
         head, mtp = inputs.head, inputs.mtp
         values = None if head.value_head is None else _RecordedValueHead(head.value_head, inputs.hidden)
         depths = None if mtp is None else _RecordedDepths(mtp, values)
         recorded_head, ignored = replace(head, value_head=cast(ValueHead | None, values)), IgnoredGradients()
         loss = self.objective(ignored.attach(replace(inputs, head=recorded_head, mtp=depths)))
-        value = self.metrics.evaluate(loss, inputs.microbatch)
+        value = self.record.evaluate(loss, inputs.microbatch)
         parts = [inputs.hidden]
         if values is not None:
             parts.append(values.run())
@@ -123,13 +122,10 @@ class ObjectiveProcessor:
             parts += depths.run(inputs, stop_trunk=bool(self.mtp_options and self.mtp_options.stop_trunk))
         if not torch.is_grad_enabled():
             return value
-        if self.metrics.loss_error is None:
+        if self.record.error is None:
             for depth, positions in enumerate([ignored, *([] if depths is None else depths.ignored)]):
-                positions.set_positions(loss, depth, inputs.microbatch, self.metrics.normalizer)
-        if value.requires_grad:
-            self.metrics.has_gradient = True
-        else:
-            self.metrics.constant_losses.append(value.abs())
+                positions.set_positions(loss, depth, inputs.microbatch, self.record.normalizer)
+        self.record.record_gradient(value)
         if not (inputs.config.tied_head and inputs.layout.stages == 1):  # else the trunk has that weight too
             parts.append(head.weight)
         unused = _without_gradient(value, [part for part in parts if part.requires_grad])
@@ -139,7 +135,7 @@ class ObjectiveProcessor:
 
 
 def _without_gradient(value: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Returns those of `parts` that a backward from `value` does not reach. It looks no further than them."""
+    """Returns those of `parts` that a backward from `value` does not reach. The search stops at each part."""
     by_node = {get_gradient_edge(part).node: part for part in parts}
     reached, waiting = set[Any](), [value.grad_fn]
     while waiting:

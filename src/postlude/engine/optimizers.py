@@ -47,7 +47,6 @@ def build(
     matrices: Collection[str],
     weight_storage: WeightStorage = "fp32",
 ) -> ShardedAdamW | ShardedSGD:
-    """Returns the optimizer of these parameters. `matrices` names those that are matrices."""
     if isinstance(config, AdamW):
         return ShardedAdamW(config, parameters, matrices, weight_storage)
     if weight_storage != "fp32":
@@ -62,7 +61,6 @@ def optimizer_kind(config: OptimizerConfig, weight_storage: WeightStorage) -> st
 
 
 def state_shard(state: Tensor, parameter: Tensor) -> TensorShard:
-    """Returns the rank's optimizer state of a parameter as a shard of the full state tensor."""
     like = state if is_dtensor(state) else parameter
     starts, shape = tuple(dimension.start for dimension in region(like)), tuple(like.shape)
     if local_shard(state).shape != local_shard(like).shape:  # one number per quantisation block
@@ -216,7 +214,6 @@ class ShardedAdamW(torch.optim.Optimizer):
             yield [tensor[start : start + rows] for tensor in state.values()], partial(update, start)
 
     def low_bits(self) -> dict[str, Tensor]:
-        """Returns the lower 16 bits of this rank's split weights by name."""
         return {name: self.state[key][LOW] for key, name in self.names.items() if LOW in self.state.get(key, {})}
 
     def take_low_bits(self) -> dict[str, Tensor]:
@@ -233,7 +230,6 @@ class ShardedAdamW(torch.optim.Optimizer):
                 self.state[parameter][LOW].copy_(low_bits.pop(name))
 
     def _initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Returns the state before the first step: zeros."""
         shard, is_matrix = local_shard(parameter), parameter in self.matrices
         shape, specs = tuple(shard.shape), dict[str, tuple[tuple[int, ...], torch.dtype]]()
         for name in (FIRST, SECOND):
@@ -284,7 +280,6 @@ class ShardedSGD(torch.optim.SGD):
         _set_groups(self, config.lr, config.weight_decay, momentum=config.momentum)
 
     def clipped_step(self, config: OptimizerConfig, lr: float, norm: Tensor) -> None:
-        """Steps by `config`, with gradients clipped by the global `norm`. Changes nothing if it is not finite."""
         assert isinstance(config, SGD)
         host_norm, limit = float(norm), config.max_grad_norm
         if not math.isfinite(host_norm):
@@ -307,7 +302,6 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def in_host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns zeros in host memory; pinned if the device is a GPU."""
     return torch.zeros(*shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
@@ -347,7 +341,6 @@ def _aligned_bytes(piece: Tensor) -> int:
 
 
 def _views(slot: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:
-    """Returns tensors like the pieces, one after another in a slot."""
     views, start = [], 0
     for piece in pieces:
         flat = slot[start : start + piece.numel() * piece.element_size()]

@@ -19,13 +19,9 @@ from postlude.model.parallel import local_shard
 class Scorer(AdaptedModel, Protocol):
     """A distributed model that scores tokens: an engine."""
 
-    def logprobs(self, batch: Batch, *, entropy: bool = False) -> TokenScores:
-        """Returns the log-prob of every token given those before it."""
-        ...
+    def logprobs(self, batch: Batch, *, entropy: bool = False) -> TokenScores: ...
 
-    def topk(self, batch: Batch, k: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns the k likeliest tokens at every position."""
-        ...
+    def topk(self, batch: Batch, k: int) -> tuple[list[Tensor], list[Tensor]]: ...
 
 
 class Reference:
@@ -50,12 +46,10 @@ class Reference:
         }
 
     def logprobs(self, batch: Batch, *, entropy: bool = False) -> TokenScores:
-        """Calls `Engine.logprobs` with the frozen weights."""
         with self.swapped_in():
             return self.engine.logprobs(batch, entropy=entropy)
 
     def topk(self, batch: Batch, k: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Calls `Engine.topk` with the frozen weights."""
         with self.swapped_in():
             return self.engine.topk(batch, k)
 

@@ -58,22 +58,21 @@ class TokenScores:
 
 
 def logprob_processor(entropy: bool) -> TokenProcessor:
-    """Returns a processor for the log-probs of the targets and, on request, the entropies."""
-
     def processor(inputs: OutputInputs) -> dict[str, Tensor]:
-        targets, count, trunk = inputs.microbatch.targets, inputs.microbatch.target_count, inputs.microbatch.trunk
-        if trunk is not None:  # equal predictions are computed once
-            is_copy = trunk.first_copies != torch.arange(len(targets), device=targets.device)
-            targets, count = targets.masked_fill(is_copy, IGNORE), trunk.distinct_targets
+        targets, count, segments = inputs.microbatch.targets, inputs.microbatch.target_count, inputs.microbatch.segments
+        if inputs.head.sampling_masks is not None:  # equal positions may have been sampled with different weights
+            segments = None
+        if segments is not None:  # equal predictions are computed once
+            is_copy = segments.first_copies != torch.arange(len(targets), device=targets.device)
+            targets, count = targets.masked_fill(is_copy, IGNORE), segments.distinct_targets
         stats = inputs.head.logprobs(inputs.hidden, targets, target_count=count, entropy=entropy)
         values = {"logprob": stats.logprob} | ({} if stats.entropy is None else {"entropy": stats.entropy})
-        return values if trunk is None else {name: value[trunk.first_copies] for name, value in values.items()}
+        return values if segments is None else {name: value[segments.first_copies] for name, value in values.items()}
 
     return processor
 
 
 def topk_processor(k: int, vocab_size: int) -> TokenProcessor:
-    """Returns a processor for the k likeliest tokens at every position."""
     if not 1 <= k <= vocab_size:
         raise ValueError(f"topk(k={k}): k counts tokens of the vocabulary; use 1 to {vocab_size}.")
 

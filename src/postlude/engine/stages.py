@@ -42,7 +42,6 @@ class Stages:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The trained parameters by their global names."""
         named = (item for stage in self.models.values() for item in stage.named_parameters())
         return {name: parameter for name, parameter in named if parameter.requires_grad}
 
@@ -68,7 +67,6 @@ class Stages:
 
     @property
     def matrices(self) -> frozenset[str]:
-        """The names of parameters that are matrices."""
         return frozenset[str]().union(*(stage.matrices for stage in self.models.values()))
 
     def forward(self, microbatches: Sequence[Microbatch], processor: Callable[[OutputInputs], Any]) -> list[Any]:
@@ -95,7 +93,7 @@ class Stages:
             output_processor=processor,
             loss=lambda value: value,
             before_last_backward=lambda stage: self.sharding[stage.stage.index].before_last_backward(),
-            on_grads_ready=lambda stage, module: self.sharding[stage.stage.index].grads_ready(module),
+            on_grads_ready=lambda stage, unit: self.sharding[stage.stage.index].grads_ready(unit),
             recorder=recorder,
         )
         for sharding in self.sharding.values():
@@ -103,7 +101,7 @@ class Stages:
             sharding.end_pass()
 
     def _count_batch(self, microbatches: Sequence[Microbatch]) -> None:
-        """Counts what losses need to know of the whole batch before its first backward, in a forward of its own."""
+        """Counts what balance losses need of the whole batch before its first backward, in an extra forward."""
         model = next(iter(self.models.values()))
         if not any(block.counts_batch for block in model.config.blocks.values()):  # the same on every rank
             return
@@ -116,8 +114,6 @@ class Stages:
 
 @dataclass(frozen=True, kw_only=True)
 class StageBuilder:
-    """What all stages of an engine are built with."""
-
     config: ModelConfig
     mesh: Mesh
     device: torch.device
@@ -173,7 +169,6 @@ class StageBuilder:
         return self._build(base.models, share)
 
     def _build(self, indices: Iterable[int], fill: Callable[[int, LanguageModel], None]) -> Stages:
-        """Returns the stages of these numbers. `fill` gives each its tensors."""
         models, sharding = dict[int, LanguageModel](), dict[int, ParameterSharding]()
         for index in indices:
             models[index], sharding[index] = self._build_on_meta(index)

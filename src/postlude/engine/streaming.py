@@ -35,23 +35,15 @@ class DistributedModel(Protocol):
     mesh: Mesh
 
     @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """This rank's parameters and persistent buffers by their global names."""
-        ...
+    def tensors(self) -> Mapping[str, Tensor]: ...
 
     @property
-    def shared_parameters(self) -> Collection[str]:
-        """The names of parameters that the first and the last stage both hold."""
-        ...
+    def shared_parameters(self) -> Collection[str]: ...
 
     @property
-    def low_bits(self) -> Mapping[str, Tensor]:
-        """The lower sixteen bits of split weights, this rank's shards."""
-        ...
+    def low_bits(self) -> Mapping[str, Tensor]: ...
 
-    def weight_deltas(self) -> Mapping[str, WeightDelta]:
-        """Returns what adapters add to this rank's weights, by the weights' names. Every rank calls it."""
-        ...
+    def weight_deltas(self) -> Mapping[str, WeightDelta]: ...
 
 
 @dataclass(frozen=True)
@@ -63,7 +55,6 @@ class WeightDelta:
     scale: float
 
     def at(self, slices: Sequence[slice]) -> Tensor:
-        """Returns what is added to these slices of the weight, in fp32."""
         *experts, rows, columns = slices
         a, b = (matrix[tuple(experts)] if matrix.dim() == 3 else matrix for matrix in (self.a, self.b))
         return self.scale * (b[..., rows, :] @ a[..., :, columns])
@@ -81,11 +72,9 @@ class StreamedTensor(HFTensor):
         return prod(self.shape)
 
     def dtype(self, requested: torch.dtype) -> torch.dtype:
-        """Returns the dtype that it is streamed in for a `requested` one."""
         return torch.promote_types(requested, self.min_dtype)
 
     def bytes(self, requested: torch.dtype) -> int:
-        """Returns its bytes in that dtype."""
         return self.size * self.dtype(requested).itemsize
 
 
@@ -174,7 +163,6 @@ def stream_buckets(
 
 @torch.no_grad()
 def copy_into(model: LanguageModel, planned: Sequence[StreamedTensor], streamed: Iterator[tuple[str, Tensor]]) -> None:
-    """Copies streamed tensors into an unsharded model."""
     targets = model.state_dict()
     for tensor, (_, values) in zip(planned, streamed, strict=True):
         for name, mapping in tensor.parts:
@@ -211,7 +199,6 @@ class InterruptibleStream:
 
 
 def device_of(tensors: Mapping[str, Tensor], mesh: Mesh) -> torch.device:
-    """Returns the device of a rank's tensors, of which it may hold none."""
     return next((tensor.device for tensor in tensors.values()), torch.device(mesh.device_type))
 
 

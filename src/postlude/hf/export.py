@@ -203,7 +203,6 @@ def write_model_directory(
     card: ModelCard,
     overwrite: bool = False,
 ) -> Path:
-    """Writes a model directory from its files and tensors, which come in the order of `entries`."""
     target = check_export_target(directory, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside, old = (target.parent / f".{target.name}.{kind}" for kind in ("partial", "replaced"))
@@ -283,7 +282,6 @@ def hf_export_config(
 
 
 def untied(config: ModelConfig) -> ModelConfig:
-    """Returns a config with a head that is not tied to the embedding."""
     if not config.tied_head:
         return config
     return replace(config, tied_head=False, hf_config={**config.hf_config, "tie_word_embeddings": False})
@@ -375,7 +373,6 @@ def _keep_other_files(old: Path, target: Path) -> None:
 
 
 def as_classifier(hf: PretrainedConfig) -> PretrainedConfig:
-    """Returns the config of the same model with one label. Raises ValueError if transformers has no such model."""
     name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(hf.model_type)
     if name is None:
         raise ValueError(

@@ -32,7 +32,6 @@ class Mxfp4Source:
         self._quantised = quantised
 
     def names(self) -> Iterable[str]:
-        """Returns the names of all tensors, with the names of dequantised ones."""
         names = set(self._quantised.names())
         for name in names:
             full = name.removesuffix(BLOCKS)
@@ -42,13 +41,11 @@ class Mxfp4Source:
                 yield name
 
     def take(self, name: str) -> Tensor:
-        """Returns one tensor, on the CPU."""
         if name in self._quantised.names():
             return self._quantised.take(name)
         return dequantise(self._quantised.take(name + BLOCKS), self._quantised.take(name + SCALES))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of one tensor."""
         if name in self._quantised.names():
             return self._quantised.shape(name)
         experts, out, groups, bytes_of_one = self._quantised.shape(name + BLOCKS)

@@ -1,19 +1,23 @@
-"""The linear layers of a model, and the matrices of transformers' model that they are: what adapters are made for."""
+"""The linear layers of a model, and the matrices of transformers' model that they are: what adapters are made for.
+
+`adapter_configs` finds the layers that `LoRA.targets` names, and the adapter of each.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from postlude.hf.family import EXPERT, Family, TensorMapping
-from postlude.lora import LoRAGroup, SharedMatrix
+from postlude.lora import AdapterConfig, AdapterConfigs, LoRA, LoRAGroup, SharedMatrix
 from postlude.model import LanguageModel, ModelConfig
-from postlude.model.blocks import BlockTable
-from postlude.model.expert_linear import ExpertLinear
+from postlude.model.blocks import BLOCKS, BlockTable
+from postlude.model.blocks.experts import ExpertLinear
 from postlude.model.parallel import ColumnLinear, FP32Linear, Linear, RowLinear, VocabularyEmbedding
 
 ADAPTABLE = (Linear, ColumnLinear, RowLinear, ExpertLinear, FP32Linear, VocabularyEmbedding)
@@ -21,14 +25,12 @@ ADAPTABLE = (Linear, ColumnLinear, RowLinear, ExpertLinear, FP32Linear, Vocabula
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """A linear layer of Postlude."""
-
     name: str
     shape: tuple[int, ...]
-    """Of its whole weight: [out, in], or [experts, out, in]."""
+    """The shape of its whole weight: [out, in], or [experts, out, in]."""
     group: LoRAGroup
     shared: SharedMatrix
-    """Of experts: the matrix of an adapter that they may share."""
+    """The matrix of an adapter that its experts may share."""
 
 
 def linear_layers(config: ModelConfig, blocks: BlockTable) -> dict[str, LinearLayer]:
@@ -72,8 +74,6 @@ def existing_modules(name: str, existing: Iterable[str]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class LayerRows:
-    """A Postlude layer, and its rows in a Hugging Face matrix."""
-
     layer: LinearLayer
     rows: Tensor
     """[out]: the row of the Hugging Face matrix for each row of the layer."""
@@ -95,17 +95,14 @@ class HFMatrix:
 
     @property
     def module(self) -> str:
-        """The name without `.weight`."""
         return self.name.removesuffix(".weight")
 
     @property
     def group(self) -> LoRAGroup:
-        """The group of its layers."""
         return self.parts[0].layer.group
 
     @property
     def in_files_one_by_one(self) -> bool:
-        """Whether the model files have its experts one by one."""
         return EXPERT in self.parts[0].file_module
 
 
@@ -150,3 +147,97 @@ def _rows(mapping: TensorMapping) -> tuple[int, Tensor]:
     sizes = [-1 if dimension == rows_at else 1 for dimension in range(len(shape))]
     numbers = mapping.select(torch.arange(shape[rows_at]).view(sizes).expand(shape))[..., 0]
     return shape[rows_at], (numbers[0] if len(shape) == 3 else numbers).reshape(-1)
+
+
+IN_ALL = ("attention", "mlp", "experts")
+GROUPS = (*IN_ALL, "router", "embedding", "head")
+T = TypeVar("T")
+
+
+def adapter_configs(
+    lora: LoRA, config: ModelConfig, family: Family | None, blocks: BlockTable = BLOCKS
+) -> dict[str, AdapterConfig]:
+    """Returns the adapter of every adapted layer of the whole model, by our name of the layer.
+
+    A target is a group or the last parts of a module's name, as in peft: "q_proj", "self_attn.q_proj". Experts are also
+    named by the module that holds them. Of several ranks or alphas of a layer the one with the longest name counts.
+    Raises ValueError for names of no module, or of one that takes no adapter.
+    """
+    targets = _Targets(config, family, blocks)
+    adapted = {layer for target in lora.target_names for layer in targets.layers_of(target, "targets")}
+    for field, values in (("ranks", lora.ranks), ("alphas", lora.alphas)):
+        for key in values:
+            if adapted.isdisjoint(targets.layers_of(key, field)):
+                raise ValueError(f'lora.{field} names "{key}", which lora.targets does not adapt; add it there.')
+    configs = {}
+    for name, layer in targets.layers.items():
+        if name in adapted:
+            rank = targets.value_of(name, lora.ranks, lora.rank)
+            scale = lora.scale(rank, targets.value_of(name, lora.alphas, lora.alpha))
+            configs[name] = AdapterConfig(rank, scale, layer.shared if lora.experts == "shared_outer" else "")
+    _check_alike(targets, configs)
+    return configs
+
+
+class _Targets:
+    def __init__(self, config: ModelConfig, family: Family | None, blocks: BlockTable) -> None:
+        self.config = config
+        self.layers = linear_layers(config, blocks)
+        self.matrices = hf_matrices(config, family, self.layers.values())
+        self.names: dict[str, set[str]] = {name: set() for name in self.layers}
+        """By layer, the modules that it is."""
+        for matrix in self.matrices.values():
+            for part in matrix.parts:
+                names = {matrix.module, part.file_module.replace(f".{EXPERT}", "")}
+                holders = {name.rpartition(".")[0] for name in names} if matrix.experts else set()
+                self.names[part.layer.name] |= names | {name for name in holders if name.endswith("experts")}
+
+    def layers_of(self, key: str, field: str) -> list[str]:
+        """Returns the layers that a name matches."""
+        matched = [layer for layer in self.layers.values() if self._matches(key, layer)]
+        if not matched and key in ("head", "lm_head") and self.config.tied_head:
+            raise ValueError(f'lora.{field} names "{key}", but {shared_use(self.config)} Leave it out.')
+        if not matched:
+            raise ValueError(f'lora.{field} names "{key}", which is not a module of the model{self._suggestion(key)}')
+        for layer in matched:
+            if layer.group == "none":
+                raise ValueError(f'lora.{field} names "{key}", but {layer.name} takes no adapter. Leave it out.')
+            if layer.group in ("embedding", "head") and self.config.shared_parameters:
+                raise ValueError(f'lora.{field} names "{key}", but {shared_use(self.config)} Leave it out.')
+        return [layer.name for layer in matched]
+
+    def value_of(self, name: str, values: Mapping[str, T], default: T) -> T:
+        """Returns the value of the longest key that matches a layer."""
+        keys = [key for key in values if self._matches(key, self.layers[name])]
+        return values[max(keys, key=_specificity)] if keys else default
+
+    def _matches(self, key: str, layer: LinearLayer) -> bool:
+        if key == "all":
+            return layer.group in IN_ALL
+        if key in GROUPS:
+            return layer.group == key
+        return any(name == key or name.endswith(f".{key}") for name in self.names[layer.name])
+
+    def _suggestion(self, key: str) -> str:
+        groups = {layer.group for layer in self.layers.values()} & set(GROUPS)
+        adaptable = (layer.name for layer in self.layers.values() if layer.group != "none")
+        modules = {name.rpartition(".")[2] for layer in adaptable for name in self.names[layer]}
+        return existing_modules(key, {"all", *groups, *modules})
+
+
+def _specificity(key: str) -> tuple[int, int]:
+    if key == "all" or key in GROUPS:
+        return (0, int(key != "all"))
+    return (1 + key.count("."), len(key))
+
+
+def _check_alike(targets: _Targets, configs: AdapterConfigs) -> None:
+    """Refuses different adapters of layers that are one matrix in transformers, which has one adapter there."""
+    for matrix in targets.matrices.values():
+        by_layer = {part.layer.name: configs.get(part.layer.name) for part in matrix.parts}
+        if len(set(by_layer.values())) > 1:
+            names = " and ".join(name.rpartition(".")[2] for name in by_layer)
+            raise ValueError(
+                f"lora: {names} are one matrix in transformers, {matrix.module}, with one adapter: name all of them in "
+                "lora.targets, and give them the same rank and alpha."
+            )

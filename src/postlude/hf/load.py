@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from postlude.data.chat_template import read_chat_template
-from postlude.hf.builtin import BUILTIN
-from postlude.hf.checksum import ChecksummedSource
+from postlude.hf.builtin import BUILTIN, SPECIAL
 from postlude.hf.families import FAMILIES
 from postlude.hf.family import (
     SCORE,
@@ -49,8 +49,7 @@ from postlude.hf.read_model import (
     weights_path,
     with_mtp,
 )
-from postlude.hf.tensor_sources import MemorySource, ModuleSource, SafetensorsSource, hf_config
-from postlude.hf.tokenizer import byte_tokenizer
+from postlude.hf.tensor_sources import ChecksummedSource, MemorySource, ModuleSource, SafetensorsSource, hf_config
 from postlude.layout import Stage
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.adapters import base_tensors, is_adapter
@@ -180,6 +179,12 @@ def _check_and_copy(
                 local_shard(unused).detach().zero_()
     elif targets.pop(VALUE_HEAD, None) is not None:
         log.info("the source has no value head (%s): a new one starts from zero", SCORE)
+    elif SCORE in available:
+        log.warning(
+            "the source has a value head (%s), which this model leaves out. Engine(..., critic=True) and "
+            "load_model(..., value_head=True) keep it.",
+            SCORE,
+        )
     _check_names(expected, available, family, config)
     _check_tied(tensors, family, config)
     _copy(tensors, family, config, targets)
@@ -212,7 +217,6 @@ def _fill_recast(model: LanguageModel, source: Recast, seed: int, families: Fami
 
 @torch.no_grad()
 def _zero_unstored(model: LanguageModel) -> None:
-    """Zeroes buffers and parameters that no source has."""
     unstored = [] if model.value_head is None else [model.value_head.weight]
     for tensor in (*model.buffers(), *unstored):
         local_shard(tensor).zero_()
@@ -259,7 +263,6 @@ def _compare_copies(
 
 
 def expected_tensors(config: ModelConfig, family: Family | None, blocks: BlockTable = BLOCKS) -> dict[str, HFTensor]:
-    """Returns every Hugging Face tensor of a whole model of this config, by name."""
     with torch.device("meta"):
         state_dict = LanguageModel(config, blocks=blocks).state_dict()
     return map_to_hf(family, config, ((name, tensor.shape) for name, tensor in state_dict.items()))
@@ -283,7 +286,6 @@ def check_weights(source: Source, families: Families = FAMILIES) -> int | None:
 def check_tensors(
     tensors: TensorSource, family: Family | None, config: ModelConfig, blocks: BlockTable = BLOCKS
 ) -> int:
-    """Checks the tensors of any source as `check_weights` does."""
     expected, available = expected_tensors(config, family, blocks), set(tensors.names())
     _check_names(expected, available, family, config)
     _check_tied(tensors, family, config)
@@ -384,7 +386,6 @@ class _WithoutProgressBars(io.TextIOBase):
         return len(text) if self._in_bar else self._stream.write(text)
 
     def flush(self) -> None:
-        """Flushes the stream."""
         self._stream.flush()
 
 
@@ -414,14 +415,57 @@ def reload_weights(model: LanguageModel, directory: str | os.PathLike[str]) -> s
         path = Path(directory).expanduser()
     except RuntimeError as error:  # ~ of an unknown user
         raise FileNotFoundError(f"{directory} names the home of a user who is not known here.") from error
+    return replace_weights(model, SafetensorsSource(path), str(path))
+
+
+def replace_weights(model: LanguageModel, source: TensorSource, place: str) -> str:
+    """Does what `reload_weights` does with the tensors of a source; `place` says in errors where they are."""
     family = FAMILIES[model.config.family] if model.config.family is not None else None
-    summed = ChecksummedSource(SafetensorsSource(path))
+    summed = ChecksummedSource(source)
     tensors: TensorSource = summed if family is None or family.adapt_source is None else family.adapt_source(summed)
     check_tensors(tensors, family, model.config, model.block_types)
     try:
         fill(model, tensors, family)
     except Exception as error:
         raise PartialReloadError(
-            f"{path} could not be read to its end, so the model is a mixture now: {error}"
+            f"{place} could not be read to its end, so the model is a mixture now: {error}"
         ) from error
     return summed.checksum()
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerBase:
+    """Returns a transformers tokenizer with one token per byte, then the special tokens."""
+    tokenizer = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(_byte_letters())}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[1])
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def first_difference(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> tuple[int, str, str] | None:
+    """Returns the smallest id with different tokens in two tokenizers, and both tokens; None if there is none."""
+    tokens, other_tokens = (
+        {number: token for token, number in source.get_vocab().items()} for source in (tokenizer, other)
+    )
+    differing = [
+        number for number in tokens.keys() | other_tokens.keys() if tokens.get(number) != other_tokens.get(number)
+    ]
+    if not differing:
+        return None
+    first = min(differing)
+    return first, *(repr(vocab[first]) if first in vocab else "no token" for vocab in (tokens, other_tokens))
+
+
+def _byte_letters() -> list[str]:
+    """Returns the letter for each byte: its own if that is printable, else the next one past Latin-1."""
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    beyond = iter(sorted(letter for letter in alphabet if ord(letter) > 255))
+    return [chr(byte) if chr(byte) in alphabet else next(beyond) for byte in range(256)]

@@ -40,7 +40,6 @@ def mamba_config(hf: HFConfig, **sizes: Any) -> MambaConfig:
 
 
 def check_activation(name: str) -> None:
-    """Refuses a convolution with another activation than silu."""
     if name not in ("silu", "swish"):
         raise ValueError(f"a Mamba-2 block with activation {name!r} is not supported, only with silu.")
 

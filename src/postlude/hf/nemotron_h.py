@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from postlude.hf.decoder import activation, model_config
 from postlude.hf.deepseek_v3 import experts_by_groups
-from postlude.hf.family import EXPERT, Family, HFConfig, Names
+from postlude.hf.family import EXPERT, FIRST, LAST, Family, HFConfig, MTPNames, Names
 from postlude.hf.mamba2 import BACKBONE, check_activation, mamba_config, mamba_names
-from postlude.hf.mtp_names import FIRST, LAST, MTPNames
 from postlude.model import ModelConfig
 from postlude.model.blocks import AttentionConfig, BlockConfig, MLPConfig
 

@@ -63,7 +63,6 @@ class AdaptableModel:
         return self.converts_experts and not matrix.experts and _leaf(matrix.module) in EXPERT_MODULES
 
     def in_transformers(self, matrix: HFMatrix) -> bool:
-        """Whether transformers' model has it: it has no multi-token prediction."""
         return not matrix.parts[0].layer.name.startswith("mtp.")
 
 
@@ -259,7 +258,6 @@ def write_adapter(
 
 
 def read_adapter(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Returns an adapter's config and tensors, on the CPU."""
     folder = Path(directory)
     missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
     if missing:

@@ -41,7 +41,6 @@ class PostludeConfig:
     blocks: BlockTable
 
     def save_pretrained(self, directory: Path) -> None:
-        """Writes `postlude.json`, as transformers' configs write config.json."""
         (directory / POSTLUDE_CONFIG).write_text(
             json.dumps(self.to_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )

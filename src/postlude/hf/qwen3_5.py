@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from postlude.hf.decoder import activation
-from postlude.hf.family import OUTER, Family, HFConfig, Names, TensorSource, split_tensor
-from postlude.hf.mtp_names import LAYER
+from postlude.hf.family import LAYER, OUTER, Family, HFConfig, Names, TensorSource, split_tensor
 from postlude.hf.qwen3_next import (
     MTP_NAMES,
     NAMES,
@@ -46,7 +45,6 @@ class StackedExpertsSource:
                 self._experts[match[1]] = max(self._experts.get(match[1], 0), int(match[2]) + 1)
 
     def names(self) -> Iterable[str]:
-        """Returns the names of all tensors, with the names of stacked experts."""
         yield from (name for name in self._single.names() if not ONE.fullmatch(name))
         for stem in self._experts:
             yield from (stem + FUSED, stem + DOWN)
@@ -79,7 +77,6 @@ class StackedExpertsSource:
 
 
 def to_dense(hf: HFConfig) -> ModelConfig:
-    """Returns the model's config, with an MLP in every layer."""
     mlp = MLPConfig(intermediate_size=hf.intermediate_size, activation=activation(hf))
     return hybrid_config(hf, ["-"] * hf.num_hidden_layers, {"-": mlp})
 

@@ -18,9 +18,8 @@ from postlude.hf.decoder import (
     rotary,
     rotary_dim,
 )
-from postlude.hf.family import Family, HFConfig, Names, TensorMapping, split_tensor
-from postlude.hf.mtp_names import MTPNames
-from postlude.hf.qwen3_moe import experts, experts_or_dense
+from postlude.hf.family import Family, HFConfig, MTPNames, Names, TensorMapping, split_tensor
+from postlude.hf.llama import experts, experts_or_dense
 from postlude.model import ModelConfig
 from postlude.model.blocks import AttentionConfig, BlockConfig, GatedDeltaConfig, MLPConfig, MoEConfig
 

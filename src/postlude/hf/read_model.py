@@ -87,7 +87,6 @@ def read_model(
 
 
 def read_description(source: PlainSource, blocks: BlockTable = BLOCKS) -> PretrainedConfig | ModelConfig:
-    """Returns the transformers config of a source, or the `ModelConfig` if it has no other."""
     if isinstance(source, PretrainedConfig | ModelConfig):
         return source
     if isinstance(source, str) and source in BUILTIN:
@@ -297,7 +296,6 @@ def first_line(error: BaseException) -> str:
 
 
 def has_value_head(source: Source) -> bool:
-    """Whether a model directory or a checkpoint has a value head."""
     base = source.source if isinstance(source, Recast) else source
     path = weights_path(base)
     return path is not None and path.is_dir() and SCORE in tensors_in(path, *read_model(base)).names()

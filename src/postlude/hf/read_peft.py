@@ -175,7 +175,6 @@ def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
 def _adapter_targets(
     model: AdaptableModel, modules: Collection[str], adapter_config: Mapping[str, Any]
 ) -> dict[str, _AdapterTarget]:
-    """Returns the target of every module that a file may have."""
     targets: dict[str, _AdapterTarget] = {}
     for matrix in model.matrices.values():
         holder = matrix.name.rpartition(".")[0]
@@ -312,12 +311,10 @@ class SavedAdapter:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters in all its matrices."""
         return sum(a.numel() + b.numel() for a, b in self.pairs.values())
 
 
 def is_adapter_directory(path: str | os.PathLike[str]) -> bool:
-    """Whether a directory has an adapter of peft, or a checkpoint of a LoRA run."""
     folder = Path(path).expanduser()
     if (folder / CONFIG).is_file():
         return True

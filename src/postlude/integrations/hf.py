@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from postlude.ops.linear_logprobs import TokenStats, linear_logprobs
-from postlude.ops.linear_logprobs.backends import HeadBackend
+from postlude.ops.linear_logprobs.resolved_call import HeadBackend
 
 IGNORE = -100
 BY_HAND = "Call postlude's linear_logprobs on its hidden states with the weight, bias, scale and softcap it means."

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from postlude.ops.collectives import copy_to_group, gather_from_sequence
 from postlude.ops.linear_logprobs import TokenStats, linear_logprobs
-from postlude.ops.linear_logprobs.backends import HeadBackend
+from postlude.ops.linear_logprobs.resolved_call import HeadBackend
 
 BY_HAND = "Call postlude's linear_logprobs in a processor of your own."
 CALL_ARGUMENTS = (
@@ -235,7 +235,6 @@ class OutputHook:
         )
 
     def remove(self) -> None:
-        """Takes the hook off the model."""
         for handle in self._handles:
             handle.remove()
 

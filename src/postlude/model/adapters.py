@@ -16,13 +16,9 @@ from postlude.model.parallel import Adapter
 
 
 class AdaptableLayer(Protocol):
-    """A layer that can have an adapter."""
-
     adapter: Adapter | None
 
-    def add_adapter(self, config: AdapterConfig) -> None:
-        """Gives the layer a new adapter."""
-        ...
+    def add_adapter(self, config: AdapterConfig) -> None: ...
 
 
 def add_adapters(module: nn.Module, adapters: AdapterConfigs, *, prefix: str = "") -> None:
@@ -53,7 +49,6 @@ def attach_adapters(model: nn.Module, before: Mapping[str, Adapter], after: Mapp
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter."""
     return name.split(".")[-2:-1] == ["adapter"]
 
 
@@ -64,7 +59,6 @@ def freeze_base(model: nn.Module, *, value_head: bool) -> None:
 
 
 def base_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the state dict without adapters."""
     return {name: tensor for name, tensor in model.state_dict().items() if not is_adapter(name)}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 from weakref import ref
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude.data import Microbatch
-from postlude.data.microbatch import Trunk
+from postlude.data.microbatch import ROUTING, SharedSegments
 from postlude.model.recompute import Recompute
 from postlude.ops.attention import ScoreConfig
 from postlude.ops.decode_linear import COUNTERS
@@ -27,12 +27,12 @@ Inputs = tuple[Tensor, ...]
 States = tuple[Tensor, ...]
 Stores = tuple[Tensor, ...]
 # The functions that `DecodeState.recur` takes.
-RecurrentStep = Callable[[Inputs, States], tuple[Tensor, States]]
+RecurrentStep = Callable[[Inputs, States, Tensor | None], Tensor]
 RecurrentScan = Callable[[Inputs, Packing], tuple[Tensor, States]]
 # The functions that `DecodeState.attend_latents` takes, and the one that it gives to `decode`.
-AttendCache = Callable[[Tensor, Tensor, Tensor, ScoreConfig], Tensor]
+AttendCache = Callable[[Inputs, Tensor, Tensor, ScoreConfig], Tensor]
 DecodeAttend = Callable[[Inputs, Stores, AttendCache], Tensor]
-PrefillAttend = Callable[[Inputs, Packing], Tensor]
+PrefillAttend = Callable[[Inputs, Inputs, Packing, Packing], Tensor]
 
 
 class DecodeState(Protocol):
@@ -57,18 +57,21 @@ class DecodeState(Protocol):
         """Stores the `new` tensors of block `name`, each [T, kv_heads, width], and returns the outputs of all T tokens.
 
         `inputs` are [T, ...] each. `decode(inputs, stores, attend)` gets those of the n next tokens, and the stores of
-        all rows, [rows, capacity, kv_heads, width] each, in the order of `new`. In it, `attend(query, keys, values,
-        score_config)` returns the attention of these tokens' queries [n, heads, width] to stores, or to some of their
-        features. `prefill(inputs, packing)` gets the inputs of whole packed sequences.
+        all rows, [rows or pages, capacity, kv_heads, width] each, in the order of `new`. In it, `attend(queries, keys,
+        values, score_config)` returns the attention of these tokens' queries to stores, or to their first features. A
+        query is the features of all `queries` [n, heads, ...], one after the other. `prefill(inputs, stored, queries,
+        keys)` gets the inputs of packed sequences, or of the last tokens of each, and what is stored of all their
+        tokens, in the order of `new`; with the packing of either.
         """
         ...
 
     def recur(self, name: str, inputs: Inputs, step: RecurrentStep, scan: RecurrentScan) -> Tensor:
         """Continues from the recurrent states of block `name`, stores the new ones, and returns the outputs, [T, ...].
 
-        `inputs` are [T, ...] each. `step(inputs, states)` gets one token of each of n sequences, [n, ...], and their
-        states [n, ...], and returns the outputs [n, ...] and the new states. `scan(inputs, packing)` gets whole packed
-        sequences, and returns their outputs and their last states [sequences, ...]. The size of a state is fixed.
+        `inputs` are [T, ...] each. `step(inputs, states, running)` gets one token of each of n sequences, [n, ...], and
+        their states [n, ...]. It returns the outputs [n, ...] and overwrites the states, of the sequences that are
+        `running` [n] bool alone, or of all if that is None. `scan(inputs, packing)` gets whole packed sequences, and
+        returns their outputs and their last states [sequences, ...]. The size of a state is fixed.
         """
         ...
 
@@ -80,7 +83,7 @@ class DecodeState(Protocol):
 class ForwardContext:
     """One microbatch's packing and positions, and shared rotary tables.
 
-    With a `trunk`, `microbatch` is the trunk's, and its packing has the segments that sequences share. It is this
+    With `segments`, `microbatch` is theirs, and its packing has the segments that sequences share. It is this
     context-parallel rank's, the same on its tensor-parallel ranks. Between blocks each of those holds the hidden states
     of its own shard of the tokens.
     """
@@ -90,7 +93,7 @@ class ForwardContext:
         microbatch: Microbatch,
         mesh: Mesh | None = None,
         *,
-        trunk: Trunk | None = None,
+        segments: SharedSegments | None = None,
         decode_state: DecodeState | None = None,
         recompute: Recompute = "none",
         scan_backend: ScanBackend = "auto",
@@ -98,7 +101,7 @@ class ForwardContext:
         recorder: Recorder = NO_RECORDER,
     ) -> None:
         self.microbatch = microbatch
-        self.trunk = trunk
+        self.segments = segments
         self.mesh = mesh or Mesh.single_rank()
         self.decode_state = decode_state
         self.recompute = recompute
@@ -122,7 +125,6 @@ class ForwardContext:
 
     @property
     def packing(self) -> Packing:
-        """The borders of the sequences among the tokens."""
         return self.microbatch.packing
 
     @cached_property
@@ -141,7 +143,6 @@ class ForwardContext:
 
     @property
     def shared_tensors(self) -> list[Tensor]:
-        """Tensors that layers share."""
         routing = self.microbatch.routing
         return [*itertools.chain(*self._tables.values()), *([] if routing is None else [routing])]
 
@@ -176,25 +177,25 @@ class ForwardContext:
     def count_copies(self, values: Tensor) -> Tensor:
         """Returns `values` [T / tp, ...] times the number of sequences that share each token, and 0 at padding."""
         values = self.drop_padding(values)
-        if self.trunk is None:
+        if self.segments is None:
             return values
-        copies = self.trunk.multiplicity
+        copies = self.segments.multiplicity
         copies = copies[slice(*self.mesh.tp.block(len(copies)))].view(-1, *(1,) * (values.ndim - 1))
         return values * copies
 
     def sum_to_sequences(self, values: Tensor) -> Tensor:
         """Returns the sum over the segments of each sequence: [packing.count, ...] -> [sequences, ...]."""
-        if self.trunk is None:
+        if self.segments is None:
             return values
-        sums = values.new_zeros(len(self.trunk.tree.last_segments), *values.shape[1:])
-        return sums.index_add_(0, self.trunk.sequence_of_pair, values[self.trunk.segment_of_pair])
+        sums = values.new_zeros(len(self.segments.tree.last_segments), *values.shape[1:])
+        return sums.index_add_(0, self.segments.sequence_of_pair, values[self.segments.segment_of_pair])
 
     def sum_to_segments(self, values: Tensor) -> Tensor:
         """Returns the sum over the sequences of each segment: [sequences, ...] -> [packing.count, ...]."""
-        if self.trunk is None:
+        if self.segments is None:
             return values
         sums = values.new_zeros(self.packing.count, *values.shape[1:])
-        return sums.index_add_(0, self.trunk.segment_of_pair, values[self.trunk.sequence_of_pair])
+        return sums.index_add_(0, self.segments.segment_of_pair, values[self.segments.sequence_of_pair])
 
     @torch.no_grad()
     def total(self, values: Tensor) -> Tensor:
@@ -210,3 +211,37 @@ class ForwardContext:
         first = name not in self._done
         self._done.add(name)
         return first
+
+
+Routers = Mapping[str, tuple[int, int]]
+"""`ModelConfig.routers`: (top_k, experts) by block."""
+
+
+def check_routing(routing: Tensor, routers: Routers) -> None:
+    """Raises ValueError for a dtype or shape [T, ...] that does not fit these routers."""
+    if not routers:
+        raise ValueError(
+            f'the batch has a column "{ROUTING}", which gives the experts of each token, but this model has no router. '
+            "Leave it out, or give it another name."
+        )
+    blocks, top_k = len(routers), max(top_k for top_k, _ in routers.values())
+    if routing.ndim != 3 or tuple(routing.shape[1:]) != (blocks, top_k):
+        raise ValueError(
+            f'column "{ROUTING}" has shape {tuple(routing.shape[1:])} per token, but the model sends a token to '
+            f"{top_k} experts in each of {blocks} blocks. Give [length, {blocks}, {top_k}], with -1 for "
+            "tokens whose experts the router is to choose."
+        )
+    if routing.is_floating_point() or routing.is_complex() or routing.dtype == torch.bool:
+        raise ValueError(f'column "{ROUTING}" holds {routing.dtype}, but experts have numbers. Give torch.int16.')
+
+
+def check_experts(routing: Tensor, routers: Routers) -> None:
+    """Raises ValueError for expert numbers, [T, routers, top_k] on the host, that do not exist."""
+    check_routing(routing, routers)
+    for index, (name, (_, experts)) in enumerate(routers.items()):
+        ids = routing[:, index]
+        if ids.numel() and not -1 <= (worst := int(ids.min() if ids.min() < -1 else ids.max())) < experts:
+            raise ValueError(
+                f'column "{ROUTING}" sends a token to expert {worst} of {name}, whose experts are numbered from 0 to '
+                f"{experts - 1}. Give one of them, or -1 where the router is to choose."
+            )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from postlude.checks import check_choice
 from postlude.data import Microbatch
-from postlude.data.microbatch import Trunk
+from postlude.data.microbatch import SAMPLING_MASK, SharedSegments
 from postlude.head import HeadConfig
 from postlude.layout import Layout, Stage
 from postlude.lora import NO_ADAPTERS, AdapterConfigs, LoRAGroup
@@ -21,7 +21,7 @@ from postlude.model.adapters import add_adapters, is_adapter, reset_adapter
 from postlude.model.blocks import BLOCKS, Block, BlockTable, SeparateUnit
 from postlude.model.blocks.block import reset_parameter
 from postlude.model.config import ModelConfig
-from postlude.model.context import DecodeState, ForwardContext
+from postlude.model.context import DecodeState, ForwardContext, check_routing
 from postlude.model.mtp import LazyDepths, MTPModule, PlannedDepths, final_norm_step, output_names, view_for_processor
 from postlude.model.offload import ActivationOffload, offloaded_layers
 from postlude.model.output import (
@@ -47,7 +47,6 @@ from postlude.model.parallel import (
     role_of,
 )
 from postlude.model.recompute import Recompute
-from postlude.model.routing import check_routing
 from postlude.model.schedule_plan import OUTPUT, PlannedStep, SchedulePlan
 from postlude.model.stack import HybridStack, LogicalLayer
 from postlude.model.steps import LayerStep, compute
@@ -181,7 +180,7 @@ class LanguageModel(FSDPUnit):
         communication and waits, in forward and backward.
         """
         processor, processor_context = self._resolve_processor(targets, output_processor, output_processor_context)
-        context = self._context(microbatch.layer_microbatch, decode_state, recorder, microbatch.trunk)
+        context = self._context(microbatch.layer_microbatch, decode_state, recorder, microbatch.segments)
         embedding = self._embedding_weight()
         hidden = self.layers(self._stage_input(hidden, embedding, context), context)
         if not self.stage.last:
@@ -205,7 +204,7 @@ class LanguageModel(FSDPUnit):
         has the steps of the multi-token-prediction depths if the processor has `mtp_options`.
         """
         processor, processor_context = self._resolve_processor(targets, output_processor, output_processor_context)
-        context = self._context(microbatch.layer_microbatch, recorder=recorder, trunk=microbatch.trunk)
+        context = self._context(microbatch.layer_microbatch, recorder=recorder, segments=microbatch.segments)
 
         def embed(context: ForwardContext) -> Mapping[str, Any]:
             embedding = self._embedding_weight()
@@ -270,14 +269,14 @@ class LanguageModel(FSDPUnit):
         microbatch: Microbatch,
         decode_state: DecodeState | None = None,
         recorder: Recorder = NO_RECORDER,
-        trunk: Trunk | None = None,
+        segments: SharedSegments | None = None,
     ) -> ForwardContext:
         if microbatch.routing is not None:
             check_routing(microbatch.routing, self.routers)
         return ForwardContext(
             microbatch,
             self.mesh,
-            trunk=trunk,
+            segments=segments,
             decode_state=decode_state,
             recompute=self.recompute,
             scan_backend=self.scan_backend,
@@ -287,16 +286,16 @@ class LanguageModel(FSDPUnit):
 
     def _output_context(self, microbatch: Microbatch, context: ForwardContext) -> ForwardContext:
         """Returns the context of the output processor and the MTP depths, whose sequences are whole."""
-        return context if microbatch.trunk is None else self._context(microbatch, recorder=context.recorder)
+        return context if microbatch.segments is None else self._context(microbatch, recorder=context.recorder)
 
     def _final(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """Returns the final states of whole sequences, from the last layer's output: both [T / tp, H]."""
         hidden = self.norm(hidden)
-        if context.trunk is None:
+        if context.segments is None:
             return hidden
         for axis in (self.mesh.tp, self.mesh.cp):
             hidden = gather_from_sequence(hidden, axis.group)
-        return context.trunk.rows(hidden)
+        return context.segments.rows(hidden)
 
     def _run_processor(
         self,
@@ -412,10 +411,15 @@ class LanguageModel(FSDPUnit):
     def _output_inputs(self, hidden: Tensor, context: ForwardContext, embedding: Tensor | None = None) -> OutputInputs:
         microbatch = context.microbatch
         known_target_count = microbatch.targets, microbatch.target_count
-        head = self.output_head(embedding)
+        head = replace(
+            self.output_head(embedding),
+            known_target_count=known_target_count,
+            temperature=microbatch.temperature,
+            sampling_masks=microbatch.columns.get(SAMPLING_MASK),
+        )
         return OutputInputs(
             hidden=hidden,
-            head=replace(head, known_target_count=known_target_count, temperature=microbatch.temperature),
+            head=head,
             microbatch=microbatch,
             layout=self.layout,
             config=self.config,

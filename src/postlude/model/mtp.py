@@ -50,7 +50,6 @@ class MTPDepth(nn.Module):
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """The blocks of its layers, in order."""
         return tuple(block for layer in self.layers.values() for block in cast(LogicalLayer, layer).blocks)
 
     def forward(self, hidden: Tensor, embedded: Tensor, context: ForwardContext) -> Tensor:
@@ -81,11 +80,9 @@ class MTPModule(nn.ModuleList):
 
     @property
     def layers(self) -> tuple[LogicalLayer, ...]:
-        """Every logical layer, in order."""
         return tuple(cast(LogicalLayer, layer) for depth in self for layer in cast(MTPDepth, depth).layers.values())
 
     def at_depths(self, context: ForwardContext) -> Iterator[tuple[MTPDepth, ForwardContext]]:
-        """Yields each depth's module and context, from the trunk's context."""
         contexts = context.mtp_contexts()
         if len(contexts) < self.depths:
             raise ValueError(
@@ -122,7 +119,6 @@ def _join_step(
 
 
 def _depth_inputs(hidden: Tensor, embedded: Tensor, number: int, *, stop_trunk: bool) -> tuple[Tensor, Tensor]:
-    """Returns a depth's inputs, detached from trunk and embedding with `stop_trunk`."""
     if not stop_trunk:
         return hidden, embedded
     return hidden if number else hidden.detach(), embedded.detach()
@@ -164,7 +160,6 @@ class LazyDepths:
     embed: Embed
 
     def __call__(self, inputs: OutputInputs, *, stop_trunk: bool, stop_head: bool) -> Iterator[OutputInputs]:
-        """See `postlude.model.output.MTPDepths`."""
         hidden = self.hidden
         for number, (depth, context) in enumerate(self.mtp.at_depths(self.context)):
             embedded = self.embed(context.microbatch.tokens, self.embedding)
@@ -181,7 +176,6 @@ class PlannedDepths:
     """States, embedding and context of each depth."""
 
     def __call__(self, inputs: OutputInputs, *, stop_trunk: bool, stop_head: bool) -> Iterator[OutputInputs]:
-        """See `postlude.model.output.MTPDepths`."""
         if stop_trunk != self.mtp_options.stop_trunk:
             raise ValueError(
                 f"the processor requests depths with stop_trunk={stop_trunk}, but its `mtp_options` has "
@@ -197,13 +191,16 @@ def _output(
 ) -> OutputInputs:
     """Returns the trunk's `inputs` with a depth's final states; `weight` is the head's."""
     microbatch = context.microbatch
-    known_target_count = microbatch.targets, microbatch.target_count
+    head = replace(
+        inputs.head,
+        weight=weight.detach() if stop_head else weight,
+        known_target_count=(microbatch.targets, microbatch.target_count),
+        sampling_masks=None,  # a draft proposes any token
+    )
     return replace(
         inputs,
         hidden=hidden,
-        head=replace(
-            inputs.head, weight=weight.detach() if stop_head else weight, known_target_count=known_target_count
-        ),
+        head=head,
         microbatch=microbatch,
         mtp=None,
     )

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 PAGE = 1 << 24
 """Bytes of a page of host memory. A layer takes whole pages."""
 ALIGNED = 512  # bytes
+LEAVING, RETURNING = range(2)  # the streams that copy to the host and back
 LEAST = 64
 """Bytes per token of a storage that is worth a copy; statistics of norms and indices are smaller."""
 
@@ -79,22 +80,21 @@ class ActivationOffload:
         chosen = [saved for address, saved in kept.by_address.items() if address not in held]
         if not chosen:
             return
-        stream = self._stream(kept.device, 0)
+        stream = self._stream(kept.device, LEAVING)
         with _on(stream):
             for saved in chosen:
                 saved.copy_to_host()
         kept.copied = None if stream is None else stream.record_event()
 
-    def _stream(self, device: torch.device, which: int) -> torch.cuda.Stream | None:
+    def _stream(self, device: torch.device, number: int) -> torch.cuda.Stream | None:
         """Returns one of the streams, which continues after the current one. None on a CPU."""
         if device.type != "cuda":
             return None
         self.streams = self.streams or (torch.cuda.Stream(device), torch.cuda.Stream(device))
-        self.streams[which].wait_stream(torch.cuda.current_stream(device))
-        return self.streams[which]
+        self.streams[number].wait_stream(torch.cuda.current_stream(device))
+        return self.streams[number]
 
     def take_page(self, device: torch.device) -> Tensor:
-        """Returns a page that nothing uses."""
         if not self.free:
             self.pages.append(torch.empty(PAGE, dtype=torch.uint8, pin_memory=device.type == "cuda"))
             self.free.append(self.pages[-1])
@@ -135,7 +135,6 @@ class _KeptByLayer:
         return _SavedView(saved, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def place(self, size: int) -> list[Tensor]:
-        """Returns host memory of so many bytes, in pieces."""
         pieces = []
         while size:
             if self.used == PAGE:
@@ -160,13 +159,12 @@ class _KeptByLayer:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Starts the copies back of what is not on the device."""
         absent = [saved for saved in self.by_address.values() if saved.storage is None]
         if not absent:
             return
         for saved in absent:
             saved.storage = torch.empty(saved.size, dtype=torch.uint8, device=self.device).untyped_storage()
-        stream = self.offload._stream(self.device, 1)
+        stream = self.offload._stream(self.device, RETURNING)
         with _on(stream):
             for saved in absent:
                 saved.copy_from_host()
@@ -208,7 +206,6 @@ class _SavedStorage:
                 piece.copy_(part, non_blocking=True)
 
     def copy_from_host(self) -> None:
-        """Copies it on the current stream into its new memory."""
         for piece, part in zip(self.pieces, self._parts(), strict=True):
             part.copy_(piece, non_blocking=True)
 

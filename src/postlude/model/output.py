@@ -21,8 +21,8 @@ from postlude.model.parallel import Adapter, ValueHead
 from postlude.ops.collectives import gather_from_sequence, gather_replicated
 from postlude.ops.linear_logprobs import LogitConfig, TokenStats, linear_logprobs
 from postlude.ops.linear_logprobs.invariant import logit_products
-from postlude.ops.linear_objective import LinearObjective, TokenObjective, linear_objective
-from postlude.ops.logprobs_at import linear_logprobs_at
+from postlude.ops.linear_objective import LinearObjective, TokenObjective, linear_objective, objective_of_stats
+from postlude.ops.logprobs_at import linear_logprobs_at, masked_logprobs
 from postlude.world.mesh import SINGLE_RANK, Axis
 
 NO_VALUE_HEAD = "this model has no value head: make it with Engine(..., critic=True) or LanguageModel(value_head=True)."
@@ -46,7 +46,9 @@ class OutputHead:
     known_target_count: tuple[Tensor, int] | None = None
     """The microbatch's targets [T] and how many of them are not -100."""
     temperature: float = 1.0
-    """The microbatch's: what log-probs are at that name no other. `logits` are not divided by it."""
+    """The microbatch's temperature: that of log-probs unless a call names another. `logits` are not divided by it."""
+    sampling_masks: Tensor | None = None
+    """The microbatch's column "sampling_mask" [T, k]: `logprobs` and `objective` normalise over these tokens alone."""
 
     def gather(self, hidden: Tensor) -> Tensor:
         """Gathers hidden states for a projection to this rank's vocabulary: [T / tp, H] -> [T, H], or [T, H + r]."""
@@ -83,14 +85,17 @@ class OutputHead:
         number. Positions whose target is -100 are not projected: their value and gradient are 0. The number of others
         is known for the microbatch's own targets. For other targets pass `target_count`, as in
         `postlude.linear_logprobs`; without it the host waits for the device to count them.
+
+        With a column "sampling_mask" log-prob, entropy and lse are those of the distribution over each position's mask.
+        With `topk` or `top1` all results are over the vocabulary, log-probs too.
         """
+        if self.sampling_masks is not None and not topk and not top1:
+            return self._masked_logprobs(hidden, targets, self.sampling_masks, temperature, entropy=entropy, lse=lse)
         return linear_logprobs(
             self.gather(hidden),
             self.weight,
             targets,
-            target_count=self._resolve_count(targets, target_count),
-            temperature=self.temperature if temperature is None else temperature,
-            logit_config=self.logit_config,
+            logit_config=self._config(targets, target_count, temperature),
             entropy=entropy,
             topk=topk,
             lse=lse,
@@ -113,17 +118,18 @@ class OutputHead:
         """Returns the sum of a per-token loss, fused with the head: cheaper than `logprobs` and a separate loss.
 
         `token_objective(logprob, entropy, columns)` returns a loss per token; the result's `loss` is their sum. See
-        `postlude.linear_objective`, and `logprobs` for `target_count`.
+        `postlude.linear_objective`, and `logprobs` for `target_count`, `top1` and sampling masks.
         """
+        if self.sampling_masks is not None and not top1:
+            stats = self._masked_logprobs(hidden, targets, self.sampling_masks, temperature, entropy=entropy, lse=lse)
+            return objective_of_stats(stats, targets, token_objective, columns, self.logit_config.ignore_index)
         return linear_objective(
             self.gather(hidden),
             self.weight,
             targets,
             token_objective,
             columns,
-            target_count=self._resolve_count(targets, target_count),
-            temperature=self.temperature if temperature is None else temperature,
-            logit_config=self.logit_config,
+            logit_config=self._config(targets, target_count, temperature),
             entropy=entropy,
             lse=lse,
             top1=top1,
@@ -139,15 +145,8 @@ class OutputHead:
         temperature: float | Tensor | None = None,
     ) -> tuple[TokenStats, Tensor]:
         """Returns `logprobs`, and the log-probs of `ids` [T, k] at every position, fp32 [T, k]."""
-        return linear_logprobs_at(
-            self.gather(hidden),
-            self.weight,
-            targets,
-            ids,
-            target_count=self._resolve_count(targets, target_count),
-            temperature=self.temperature if temperature is None else temperature,
-            logit_config=self.logit_config,
-        )
+        logit_config = self._config(targets, target_count, temperature)
+        return linear_logprobs_at(self.gather(hidden), self.weight, targets, ids, logit_config=logit_config)
 
     def values(self, hidden: Tensor) -> Tensor:
         """Returns the value head's output: [T / tp, H] -> [T] fp32, the same on every rank."""
@@ -155,10 +154,17 @@ class OutputHead:
             raise ValueError(NO_VALUE_HEAD)
         return gather_replicated(self.value_head(hidden), self.tp.group)
 
-    def _resolve_count(self, targets: Tensor, target_count: int | None) -> int | None:
+    def _masked_logprobs(
+        self, hidden: Tensor, targets: Tensor, masks: Tensor, temperature: float | Tensor | None, **requested: bool
+    ) -> TokenStats:
+        logit_config = self._config(targets, None, temperature)
+        return masked_logprobs(self.gather(hidden), self.weight, targets, masks, logit_config=logit_config, **requested)
+
+    def _config(self, targets: Tensor, target_count: int | None, temperature: float | Tensor | None) -> LogitConfig:
         if target_count is None and self.known_target_count is not None and targets is self.known_target_count[0]:
-            return self.known_target_count[1]
-        return target_count
+            target_count = self.known_target_count[1]
+        temperature = self.temperature if temperature is None else temperature
+        return self.logit_config.replace(target_count=target_count, temperature=temperature)
 
     def topk(self, hidden: Tensor, k: int, *, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         """Returns the k likeliest tokens at every position: log-probs fp32 [T, k] and ids [T, k]. No gradient."""

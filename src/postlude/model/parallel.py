@@ -92,7 +92,6 @@ def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def is_dtensor(parameter: Tensor) -> TypeGuard[DTensor]:
-    """Whether several ranks share the parameter."""
     if type(parameter) in (Tensor, nn.Parameter):
         return False
     from torch.distributed.tensor import DTensor
@@ -167,7 +166,6 @@ class Adapter(nn.Module):
         self.a, self.b = a, b
 
     def operand(self) -> AdapterOperand:
-        """Returns this rank's part, for the product of a layer."""
         return AdapterOperand(local(self.a), local(self.b), self.config.scale)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -468,14 +466,10 @@ class RMSNorm(nn.Module):
 
 
 class NoNorm(nn.Module):
-    """Takes the place of a norm where a block has none."""
-
     def forward(self, hidden: Tensor) -> Tensor:
-        """Returns `hidden`."""
         return hidden
 
     def with_residual(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns `hidden` twice."""
         return hidden, hidden
 
 

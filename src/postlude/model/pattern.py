@@ -170,8 +170,6 @@ def block_names(blocks: str, symbols: Mapping[str, str] = SYMBOLS) -> tuple[str,
 
 
 class _Mark(NamedTuple):
-    """A parser position: layers of the section, and blocks of the whole pattern."""
-
     layers: int
     blocks: int
 

@@ -57,7 +57,6 @@ def recomputed(function: Callable[..., Result], recompute: Recompute, *arguments
 
 
 def _kept_operators() -> list[Any]:
-    """Returns the operators of KEPT that exist and are loaded."""
     operators = []
     for name in KEPT:
         namespace, operator = name.split(".")

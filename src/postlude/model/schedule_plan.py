@@ -54,7 +54,7 @@ class PlannedStep:
     offloading: Callable[[ForwardContext, list[Tensor]], AbstractContextManager[None]] = lambda context, held: (
         contextlib.nullcontext()
     )
-    """Of its layer: `LogicalLayer.offloading`."""
+    """Offloads what the step saves: its layer's `LogicalLayer.offloading`."""
     used_again: tuple[nn.Module, ...] = ()
     """Modules that several steps use, this one first. The gradients of each of their parameters are summed before they
     are added to its gradient, as without a plan. Their weight gradients must not be deferred."""
@@ -79,7 +79,6 @@ class PlannedValue:
 
     @classmethod
     def of(cls, written: Any) -> PlannedValue:
-        """Builds the value that leaves a segment."""
         if not isinstance(written, Tensor) or not written.requires_grad:
             return cls(written)
         leaf = written.detach().requires_grad_()
@@ -87,7 +86,6 @@ class PlannedValue:
         return cls(leaf, get_gradient_edge(written))
 
     def take(self) -> Tensor | None:
-        """Returns the gradient and releases the tensor."""
         gradient: Tensor | None = self.gradient if self.tensor is None else self.tensor.grad
         self.tensor = self.gradient = None
         return gradient
@@ -117,8 +115,6 @@ class PlanSegment:
 
 @dataclass(slots=True)
 class AsyncExchange:
-    """An exchange between two segments."""
-
     step: LayerStep
     name: str
     sent: PlannedValue = field(default_factory=lambda: PlannedValue(None))
@@ -140,7 +136,6 @@ class SchedulePlan:
         self.pending_wgrads: list[tuple[int, list[FSDPUnit]]] = []  # for `flush_wgrads`: queue length, complete modules
 
     def forward(self) -> Any:
-        """Runs all steps. Returns what the last one wrote."""
         return interleave(self.forward_steps())[0]
 
     def backward(self, output: Tensor, gradient: Tensor | None = None, complete: OnGradsReady | None = None) -> None:
@@ -331,7 +326,6 @@ def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
 
 
 def _run_steps(steps: Iterable[PlannedStep], values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values together with those that the steps write."""
     values = dict(values)
     for planned in steps:
         run_step(planned.step, values, planned.context)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import chain
 
 from torch import Tensor, nn
 
@@ -41,9 +42,12 @@ class LogicalLayer(FSDPUnit):
             self.add_module(name, block)
 
     @functools.cached_property
+    def steps_by_block(self) -> tuple[tuple[LayerStep, ...], ...]:
+        return tuple(block.steps() for block in self.blocks)
+
+    @functools.cached_property
     def steps(self) -> tuple[LayerStep, ...]:
-        """The steps of all blocks, in order."""
-        return tuple(step for block in self.blocks for step in block.steps())
+        return tuple(chain.from_iterable(self.steps_by_block))
 
     def planned_steps(self, context: ForwardContext) -> tuple[PlannedStep, ...]:
         """Returns the steps for a schedule plan. Call it once per use of the layer."""
@@ -57,13 +61,21 @@ class LogicalLayer(FSDPUnit):
         return (replace(steps[0], completes=(self,)), *steps[1:])
 
     def forward(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """Runs the layer's steps, [T / tp, H] -> [T / tp, H]."""
+        """Runs the layer's steps, [T / tp, H] -> [T / tp, H]. While decoding, a block may run as a whole."""
+        if context.decode_state is not None:
+            return self._decode(hidden, context)
         layer_recompute: Recompute = "full" if context.recompute == "full" else "none"
         with self.offloading(context, [hidden] if hidden.is_leaf else []):
             return recomputed(run_steps, layer_recompute, self.steps, hidden, context)
 
+    def _decode(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+        for block, steps in zip(self.blocks, self.steps_by_block, strict=True):
+            fused = block.fused_decode_or_none(hidden, context)
+            hidden = run_steps(steps, hidden, context) if fused is None else fused
+        return hidden
+
     def offloading(self, context: ForwardContext, held: list[Tensor]) -> AbstractContextManager[None]:
-        """Offloads what the layer's steps save inside, if the layer is one that does: `ActivationOffload.layer`."""
+        """Offloads what steps save for the backward inside, if `offload` is set; see `ActivationOffload.layer`."""
         return nullcontext() if self.offload is None else self.offload.layer(self, context, held)
 
 

@@ -63,7 +63,6 @@ def exchange(name: str, tensor_name: str, *, plan_name: str) -> LayerStep:
 
 
 def run_steps(steps: Iterable[LayerStep], hidden: Tensor, context: ForwardContext) -> Tensor:
-    """Runs the steps on the residual stream and returns the new one."""
     values: dict[str, Any] = {"hidden": hidden}
     for step in steps:
         run_step(step, values, context)
@@ -72,7 +71,6 @@ def run_steps(steps: Iterable[LayerStep], hidden: Tensor, context: ForwardContex
 
 
 def run_step(step: LayerStep, values: dict[str, Any], context: ForwardContext) -> None:
-    """Runs one step and adds the values that it writes."""
     mode: Recompute = context.recompute if step.recompute_selective and context.recompute == "selective" else "none"
     with context.recorder.span("wait", step.name) if step.syncs_host else contextlib.nullcontext():
         values.update(recomputed(step.run, mode, *(values[name] for name in step.reads), context))

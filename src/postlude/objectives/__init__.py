@@ -4,10 +4,9 @@ Configs use their settings, so importing this package does not import torch.
 """
 
 from postlude.objectives.correction import RolloutCorrection
-from postlude.objectives.custom import load_objective
 from postlude.objectives.distill import Distill
 from postlude.objectives.kl import ReferenceKL, RewardKL
-from postlude.objectives.loss import Loss, Metric, Objective, largest, mean, smallest, total
+from postlude.objectives.loss import Loss, Metric, Objective, largest, load_objective, mean, smallest, total
 from postlude.objectives.loss_weights import weights
 from postlude.objectives.mtp import MTP, MTPProcessor, load_mtp_processor
 from postlude.objectives.policy import PolicyGradient

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from postlude.checks import Positive, check_bounds, check_choice
+from postlude.options import Common
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +19,6 @@ LOG_BOUND = 20.0
 
 
 def clamp_log_ratio(difference: Tensor) -> Tensor:
-    """Returns a difference of log-probs, clamped to ± `LOG_BOUND`."""
     return difference.clamp(-LOG_BOUND, LOG_BOUND)
 
 
@@ -56,7 +56,7 @@ class ReferenceKL:
     Where log p_ref - log p is beyond ± 20, value and gradient are those at the bound.
     """
 
-    coefficient: Positive
+    coefficient: Common[Positive]
     """Weight of the penalty."""
     estimator: Estimator = "k3"
     """Estimator of the divergence at a token."""

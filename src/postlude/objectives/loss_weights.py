@@ -29,25 +29,18 @@ Denominators: TypeAlias = tuple[tuple[str, int], ...]
 
 
 class MeanOverSequences:
-    """An objective that is a mean over the sequences of the batch."""
-
     def denominators(self, depths: int) -> Denominators:
-        """Returns the weights of its mean."""
         return (("sequences", 0),)
 
 
 class MeanOverTokens:
-    """An objective that is a mean over tokens, by the weights that `over` names."""
-
     over: str
 
     def denominators(self, depths: int) -> Denominators:
-        """Returns the weights of its mean."""
         return ((self.over, 0),)
 
 
 def check_per_token(over: str) -> None:
-    """Refuses weights that are not one per token."""
     if over == "sequences":
         raise ValueError(
             'over is "sequences", but this loss has a value for each token. Name a column of weights; '
@@ -86,8 +79,6 @@ def weights(
 
 
 class WeightedTargets(NamedTuple):
-    """The targets and weights of a mean, in one microbatch."""
-
     targets: Tensor
     """[T], `IGNORE` where the weight is zero, so that such positions are not projected."""
     weights: Tensor

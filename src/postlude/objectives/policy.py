@@ -28,6 +28,7 @@ from postlude.objectives.loss_weights import (
     sequence_mean,
     weighted_targets,
 )
+from postlude.options import Common
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,7 +95,7 @@ class PolicyGradient:
     """Bound on the loss where the advantage is negative, as a multiple of it; none for no bound."""
     correction: RolloutCorrection | None = None
     """Importance weights for the mismatch of rollout engine and trainer."""
-    kl: ReferenceKL | None = None
+    kl: Common[ReferenceKL | None] = None
     """Penalty for leaving the reference policy."""
     entropy: float = 0.0
     """Weight of the entropy bonus."""

@@ -19,6 +19,7 @@ from postlude.objectives.loss_weights import (
     sequence_mean,
     sequence_value,
 )
+from postlude.options import Common
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,9 +59,9 @@ class Preference(MeanOverSequences):
     "margins" with `margins`, which is added to `margin`.
     """
 
-    loss_type: LossType = "sigmoid"
+    loss_type: Common[LossType] = "sigmoid"
     """The loss of a pair: sigmoid is DPO's."""
-    beta: Positive = 0.1
+    beta: Common[Positive] = 0.1
     """β, the scale of differences."""
     label_smoothing: float = 0.0
     """The expected share of wrong labels."""

@@ -51,7 +51,6 @@ class SummedLoss:
         check_bounds(self)
 
     def denominators(self, depths: int) -> Denominators:
-        """Returns the weights of its sum, whose count is 1."""
         return (("tokens", 0),)
 
     def token_losses(self, logprob: Tensor, entropy: Tensor | None, columns: Mapping[str, Tensor]) -> Tensor:
@@ -59,7 +58,6 @@ class SummedLoss:
         raise NotImplementedError(f"{type(self).__name__} must define token_losses().")
 
     def __call__(self, inputs: OutputInputs) -> Loss:
-        """Returns the loss of one microbatch."""
         from postlude.data import IGNORE
 
         microbatch, head = inputs.microbatch, inputs.head
@@ -124,7 +122,6 @@ class PPO(Clipped):
         return self.surrogate((logprob - columns[LOGPROBS]).exp(), columns)
 
     def surrogate(self, ratio: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
-        """Returns -min(r · A, clip(r) · A)."""
         return clipped_surrogate(ratio, self.clip(ratio, columns), columns[ADVANTAGES])
 
 

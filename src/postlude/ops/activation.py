@@ -18,7 +18,6 @@ GateActivation = Literal["silu", "gelu", "gelu_tanh", "relu2", "sigmoid"]
 
 
 def activate(values: Tensor, activation: GateActivation) -> Tensor:
-    """Returns the activation of each number."""
     match activation:
         case "silu":
             return F.silu(values)

@@ -31,7 +31,6 @@ ROWS_AT_ONCE = 1 << 22  # numbers that torch processes at a time, in several fp3
 
 
 def name_seed(name: str) -> int:
-    """Returns a seed that distinguishes this tensor's random numbers from others'."""
     return zlib.crc32(name.encode())
 
 
@@ -107,7 +106,6 @@ MASK = 0xFFFFFFFF
 
 
 def _hash(bits: Tensor) -> Tensor:
-    """Hashes 32 bits, in int64."""
     bits = (bits ^ (bits >> 16)) * 0x7FEB352D & MASK
     bits = (bits ^ (bits >> 15)) * 0x846CA68B & MASK
     return bits ^ (bits >> 16)

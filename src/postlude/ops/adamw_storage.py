@@ -28,8 +28,6 @@ FIRST_TOP, SECOND_TOP = 127, 255
 
 @dataclass(frozen=True)
 class AdamWHyperparameters:
-    """The hyperparameters of a step."""
-
     lr: float
     betas: tuple[float, float]
     eps: float
@@ -66,7 +64,6 @@ class QuantizedMoment:
 
     @classmethod
     def zeros_like(cls, tensor: Tensor) -> QuantizedMoment:
-        """Returns zeros of this shape."""
         codes = torch.zeros(tensor.shape, dtype=torch.uint8, device=tensor.device)
         scales = torch.zeros(scales_shape(tuple(tensor.shape)), dtype=torch.float32, device=tensor.device)
         return cls(codes, scales)
@@ -76,7 +73,6 @@ Moment = Tensor | QuantizedMoment
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of the scales of a moment of this shape."""
     return (*shape[:-1], -(-shape[-1] // BLOCK))
 
 

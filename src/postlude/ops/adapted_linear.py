@@ -177,7 +177,6 @@ def _wgrads(
     needs: Sequence[bool],
     queue: DeferredWgrads | None,
 ) -> list[Tensor | None]:
-    """Returns `wgrad` of each weight that needs one."""
     return [
         wgrad(weight, gradient, weight_rows, queue)
         if needed and weight is not None and gradient is not None and weight_rows is not None

@@ -30,7 +30,6 @@ CUDNN_LENGTH_STEP = 512
 def attend(
     query: Tensor, key: Tensor, value: Tensor, queries: Packing, keys: Packing, score_config: ScoreConfig
 ) -> Tensor:
-    """Attends with the fastest implementation for the device, the dtype and the config, or the batch-invariant one."""
     implementation: PackedAttention = reference_attention
     if is_batch_invariant():
         return _attend_invariant(query, key, value, queries, keys, score_config)
@@ -99,13 +98,14 @@ def reference_attention(
         return _empty_output(query, key, value, score_config)
     outputs, rows = [], []
     for (tq, tk), starts in _by_lengths(queries, keys).items():
-        own_rows, key_rows = (
+        query_rows, key_rows = (
             to_device(torch.tensor(first), query.device)[:, None] + torch.arange(length, device=query.device)
             for first, length in zip(zip(*starts, strict=True), (tq, tk), strict=True)
         )
         # [sequences, heads, length, width]
         q, k, v = (
-            tensor[chosen].transpose(1, 2) for tensor, chosen in ((query, own_rows), (key, key_rows), (value, key_rows))
+            tensor[chosen].transpose(1, 2)
+            for tensor, chosen in ((query, query_rows), (key, key_rows), (value, key_rows))
         )
         plain = tq == tk and (score_config.window is None or score_config.window >= tk)
         if score_config.softcap is None and score_config.sinks is None:
@@ -121,7 +121,7 @@ def reference_attention(
         else:
             heads = explicit_attention(q, k, v, _visible(tq, tk, score_config.window, query.device), score_config)
         outputs.append(heads.transpose(1, 2).flatten(0, 1))
-        rows.append(own_rows.flatten())
+        rows.append(query_rows.flatten())
     return torch.cat(outputs)[torch.cat(rows).argsort()]
 
 
@@ -151,12 +151,9 @@ def triton_packed_attention(
 def prefers_cudnn(query: Tensor, value: Tensor, packing: Packing, score_config: ScoreConfig) -> bool:
     """Whether cuDNN has a kernel, forward and backward, for a sequence with this config."""
     plain = score_config.softcap is None and score_config.sinks is None
-    widths = query.shape[-1] == value.shape[-1] <= 128 and query.shape[-1] % FLASH_STEP == 0
+    fits = query.shape[-1] == value.shape[-1] <= 128 and query.shape[-1] % FLASH_STEP == 0
     return (
-        query.is_cuda
-        and plain
-        and widths
-        and (score_config.window is None or score_config.window >= packing.max_length)
+        query.is_cuda and plain and fits and (score_config.window is None or score_config.window >= packing.max_length)
     )
 
 

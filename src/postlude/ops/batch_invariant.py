@@ -36,7 +36,6 @@ def batch_invariant(enabled: bool) -> Iterator[None]:
 
 
 def is_batch_invariant() -> bool:
-    """Whether operations are batch-invariant here."""
     return _enabled.get()
 
 

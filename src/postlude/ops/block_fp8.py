@@ -77,7 +77,6 @@ class FP8Weight:
 
     @property
     def size_in_bytes(self) -> int:
-        """Bytes of values and scales."""
         return self.values.numel() + 4 * self.scales.numel()
 
 

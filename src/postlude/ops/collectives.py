@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 Group = dist.ProcessGroup | None
+Communicate = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 # Renamed in torch 2.13.
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -18,7 +20,7 @@ reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 def copy_to_group(tensor: Tensor, group: Group) -> Tensor:
     """Returns a replicated tensor that ranks use in parts. Its gradient is summed over `group`."""
-    return tensor if group is None else _apply(_CopyToGroup, tensor, group)
+    return _apply(tensor, group, _same, _sum)
 
 
 def gather_from_sequence(tensor: Tensor, group: Group) -> Tensor:
@@ -26,12 +28,12 @@ def gather_from_sequence(tensor: Tensor, group: Group) -> Tensor:
 
     The gradient of a shard is the sum over ranks: a reduce-scatter.
     """
-    return tensor if group is None else _apply(_GatherRows, tensor, group, True)
+    return _apply(tensor, group, _gather, _scatter)
 
 
 def scatter_to_sequence(tensor: Tensor, group: Group) -> Tensor:
     """Sums every rank's addend [T, ...], and returns this rank's token shard [T / size, ...] of the sum."""
-    return tensor if group is None else _apply(_ScatterRows, tensor, group)
+    return _apply(tensor, group, _scatter, _gather)
 
 
 def gather_replicated(tensor: Tensor, group: Group) -> Tensor:
@@ -39,7 +41,7 @@ def gather_replicated(tensor: Tensor, group: Group) -> Tensor:
 
     Every rank then has the same gradient, and a shard's gradient is its part of it.
     """
-    return tensor if group is None else _apply(_GatherRows, tensor, group, False)
+    return _apply(tensor, group, _gather, _part)
 
 
 def sum_over_group(tensor: Tensor, group: Group) -> Tensor:
@@ -47,7 +49,7 @@ def sum_over_group(tensor: Tensor, group: Group) -> Tensor:
 
     The gradient of an addend is the sum over ranks of the gradients of the total.
     """
-    return tensor if group is None else _apply(_SumOverGroup, tensor, group)
+    return _apply(tensor, group, _sum, _sum)
 
 
 def sequence_to_heads(tensor: Tensor, group: Group) -> Tensor:
@@ -55,17 +57,43 @@ def sequence_to_heads(tensor: Tensor, group: Group) -> Tensor:
 
     `heads_to_sequence` is the inverse; each is the other's gradient.
     """
-    return tensor if group is None else _apply(_SwapSequenceAndHeads, tensor, group, True)
+    return _apply(tensor, group, _to_heads, _to_sequence)
 
 
 def heads_to_sequence(tensor: Tensor, group: Group) -> Tensor:
     """All ranks' tokens of this rank's heads -> this rank's tokens of all heads."""
-    return tensor if group is None else _apply(_SwapSequenceAndHeads, tensor, group, False)
+    return _apply(tensor, group, _to_sequence, _to_heads)
 
 
-def _apply(function: type[Function], *arguments: Any) -> Tensor:
-    result: Tensor = function.apply(*arguments)
+def _apply(tensor: Tensor, group: Group, run: Communicate, run_back: Communicate) -> Tensor:
+    if group is None:
+        return tensor
+    result: Tensor = _Collective.apply(tensor, group, run, run_back)
     return result
+
+
+class _Collective(Function):
+    """`run` of a tensor; its gradient is `run_back` of the result's."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, run: Communicate, run_back: Communicate) -> Tensor:
+        ctx.group, ctx.run_back = group, run_back
+        return run(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        gradient: Tensor = ctx.run_back(gradients[0], ctx.group)
+        return gradient, None, None, None
+
+
+def _same(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+def _part(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    rows = len(tensor) // dist.get_world_size(group)
+    start = dist.get_rank(group) * rows
+    return tensor[start : start + rows]
 
 
 def _sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -106,62 +134,3 @@ def _to_sequence(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return received.movedim(0, 1).flatten(1, 2)
-
-
-class _SwapSequenceAndHeads(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, to_heads: bool) -> Tensor:
-        ctx.group, ctx.to_heads = group, to_heads
-        return _to_heads(tensor, group) if to_heads else _to_sequence(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        back = _to_sequence if ctx.to_heads else _to_heads
-        return back(gradients[0], ctx.group), None, None
-
-
-class _CopyToGroup(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _sum(gradients[0], ctx.group), None
-
-
-class _GatherRows(Function):
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, group: dist.ProcessGroup, sum_gradients: bool) -> Tensor:
-        ctx.group, ctx.sum_gradients, ctx.rows = group, sum_gradients, shard.shape[0]
-        return _gather(shard, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.sum_gradients:
-            return _scatter(gradients[0], ctx.group), None, None
-        start = dist.get_rank(ctx.group) * ctx.rows
-        return gradients[0][start : start + ctx.rows], None, None
-
-
-class _ScatterRows(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _scatter(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _gather(gradients[0], ctx.group), None
-
-
-class _SumOverGroup(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _sum(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _sum(gradients[0], ctx.group), None

@@ -11,6 +11,7 @@ from torch.autograd import Function
 
 from postlude.ops.kernels.capabilities import EMPTY, Backend, use_kernel
 from postlude.ops.packing import Packing
+from postlude.ops.recurrent_step import overwrite, use_step_kernel
 
 WIDEST = 8  # taps of the Triton kernels at most
 
@@ -58,18 +59,31 @@ def last_inputs(inputs: Tensor, packing: Packing, width: int) -> Tensor:
 
 
 def convolve_step(
-    inputs: Tensor, state: Tensor, kernel: Tensor, bias: Tensor | None, *, silu: bool = False
-) -> tuple[Tensor, Tensor]:
+    inputs: Tensor,
+    state: Tensor,
+    kernel: Tensor,
+    bias: Tensor | None,
+    running: Tensor | None = None,
+    *,
+    silu: bool = False,
+    backend: Backend = "auto",
+) -> Tensor:
     """Convolves one more token of each of n sequences, `inputs` [n, channels], after `state` [n, K - 1, channels].
 
-    Returns the result of `convolve` for that token, [n, channels], and the new state.
+    Returns the result of `convolve` for that token, [n, channels]. Overwrites the state, of the sequences that are
+    `running` [n] bool alone.
     """
     _check(inputs.shape[-1], kernel)
+    if use_step_kernel(backend, state, inputs):
+        from postlude.ops.kernels import recurrent_step  # needs triton
+
+        return recurrent_step.convolve(inputs, state, kernel, bias, running, silu)
     window = torch.cat((state, inputs[:, None]), 1)  # [n, K, channels]
     output = (window * kernel.T.to(_compute_dtype(inputs))).sum(1)
     if bias is not None:
         output = output + bias
-    return (F.silu(output) if silu else output).to(inputs.dtype), window[:, 1:]
+    overwrite(state, window[:, 1:], running)
+    return (F.silu(output) if silu else output).to(inputs.dtype)
 
 
 def _check(channels: int, kernel: Tensor) -> None:
@@ -125,8 +139,6 @@ class _Convolution(Function):
 
 
 class _TritonConvolution(Function):
-    """The same with the Triton kernels."""
-
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, kernel: Tensor, bias: Tensor | None, positions: Tensor, silu: bool) -> Tensor:
         ctx.save_for_backward(inputs, kernel, bias, positions)

@@ -190,7 +190,6 @@ def _use_kernel(name: str, rows: Tensor, backend: Backend) -> bool:
 
 
 def _as_tensor(applied: Any) -> Tensor:
-    """Types the result of a Function."""
     tensor: Tensor = applied
     return tensor
 

@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def installed() -> bool:
-    """Whether the package is installed."""
     return importlib.util.find_spec("fla") is not None
 
 
@@ -78,7 +77,6 @@ def _log_once(name: str, own_kernels: str, reason: str | None) -> None:
 
 
 def check(*tensors: Tensor, width: int) -> None:
-    """Raises RuntimeError if fla was requested and cannot run."""
     gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if reason := refusal(*tensors, width=width, gradient=gradient):
         raise RuntimeError(f'backend="fla" cannot run: {reason}. Use backend="auto", which takes what can run.')
@@ -115,7 +113,6 @@ def gated_delta(
     normalise: bool,
     last_states: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `postlude.ops.gated_delta.gated_delta`."""
     kernels = importlib.import_module("fla.ops.gated_delta_rule")
     output, states = kernels.chunk_gated_delta_rule(
         *(tensor[None] for tensor in (query, key, value)),

@@ -9,9 +9,10 @@ chunk to chunk. The backward computes everything again from the inputs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from postlude.ops import fla
 from postlude.ops.kernels.capabilities import (
     GATED_DELTA_KEYS,
+    Backend,
     ScanBackend,
     gpu_of,
     use_kernel,
@@ -26,6 +28,7 @@ from postlude.ops.kernels.capabilities import (
     why_unmeasured,
 )
 from postlude.ops.packing import Packing, to_device
+from postlude.ops.recurrent_step import overwrite, use_step_kernel
 
 CHUNK = 64
 NORM_EPS = 1e-6  # under the root, added to the sum of squares
@@ -61,16 +64,15 @@ def gated_delta(
     "fla" is flash-linear-attention's chunks of 64 in half precision, where it is installed and right (see
     `postlude.ops.fla`); there "auto" takes it rather than torch.
     """
-    _check(query, key, value, log_decay, beta)
+    inputs = _Inputs(query, key, value, log_decay, beta)
+    inputs.check()
     if packing.total != len(value):
         raise ValueError(f"the packing holds {packing.total} tokens, but there are values of {len(value)}.")
     if chunk < 1:
         raise ValueError(f"chunk={chunk}: a chunk holds at least 1 token.")
     if packing.count == 0:
         nothing = query.sum() + key.sum() + log_decay.sum() + beta.sum()  # so that all get zero gradients
-        empty = value.new_zeros(
-            0, value.shape[1], key.shape[2], value.shape[2], dtype=_compute_dtype(query, key, value, log_decay, beta)
-        )
+        empty = value.new_zeros(0, value.shape[1], key.shape[2], value.shape[2], dtype=inputs.compute_dtype)
         return value + nothing.to(value.dtype), empty if last_states else None
     width, slower = key.shape[2], _why_slower(value.device, value.dtype, chunk, (key.shape[2], value.shape[2]))
     if backend == "fla":
@@ -78,29 +80,17 @@ def gated_delta(
     if backend == "fla" or (
         backend == "auto" and slower and fla.auto_selects("gated_delta", slower, query, key, value, width=width)
     ):
-        return fla.gated_delta(query, key, value, log_decay, beta, packing, scale, normalise, last_states)
+        return fla.gated_delta(*inputs, packing, scale, normalise, last_states)
     triton = use_kernel(
         "gated_delta",
         backend,
         value.device,
-        _compute_dtype(query, key, value, log_decay, beta),
-        unsupported_reason=_unsupported_reason(query, key, value, chunk),
+        inputs.compute_dtype,
+        unsupported_reason=inputs.unsupported_reason(chunk),
         slower_reason=slower,
     )
-    output, states = _operator(
-        query,
-        key,
-        value,
-        log_decay,
-        beta,
-        packing.cu_seqlens,
-        list(packing.lengths),
-        query.shape[-1] ** -0.5 if scale is None else scale,
-        normalise,
-        chunk,
-        last_states,
-        triton,
-    )
+    scale, lengths = query.shape[-1] ** -0.5 if scale is None else scale, list(packing.lengths)
+    output, states = _operator(*inputs, packing.cu_seqlens, lengths, scale, normalise, chunk, last_states, triton)
     return output, states if last_states else None
 
 
@@ -111,66 +101,108 @@ def gated_delta_step(
     log_decay: Tensor,
     beta: Tensor,
     states: Tensor,
+    running: Tensor | None = None,
     *,
     scale: float | None = None,
     normalise: bool = False,
-) -> tuple[Tensor, Tensor]:
+    backend: Backend = "auto",
+) -> Tensor:
     """Processes the next token of each of n sequences from their `states` [n, heads, dk, dv].
 
-    Other arguments are those of `gated_delta` with T = n. Returns the outputs [n, heads, dv] and the new states.
+    Other arguments are those of `gated_delta` with T = n. Returns the outputs [n, heads, dv]. Overwrites the states, of
+    the sequences that are `running` [n] bool alone.
     """
-    _check(query, key, value, log_decay, beta)
-    compute_dtype = _compute_dtype(query, key, value, log_decay, beta)
+    inputs = _Inputs(query, key, value, log_decay, beta)
+    inputs.check()
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    if use_step_kernel(backend, states, query, key, value):
+        from postlude.ops.kernels import recurrent_step  # needs triton
+
+        eps = NORM_EPS if normalise else None
+        return recurrent_step.delta_rule(*inputs, states, running, scale, eps)
+    compute_dtype = inputs.compute_dtype
     group = value.shape[1] // key.shape[1]
     query, key = query.to(compute_dtype), key.to(compute_dtype)
     if normalise:
         query, key = _unit(query)[0], _unit(key)[0]
-    query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
+    query = query * scale
     query, key = (tensor.repeat_interleave(group, dim=1)[:, :, None] for tensor in (query, key))  # [n, heads, 1, dk]
-    states = states.to(compute_dtype) * log_decay.to(compute_dtype).exp()[..., None, None]
+    decayed = states.to(compute_dtype) * log_decay.to(compute_dtype).exp()[..., None, None]
     written = beta.to(compute_dtype)[..., None, None] * (
-        value.to(compute_dtype)[:, :, None] - key @ states
+        value.to(compute_dtype)[:, :, None] - key @ decayed
     )  # [n, heads, 1, dv]
-    states = states + key.mT * written
-    return (query @ states)[:, :, 0].to(value.dtype), states
+    after = decayed + key.mT * written
+    overwrite(states, after, running)
+    return (query @ after)[:, :, 0].to(value.dtype)
 
 
-def gated_delta_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    cu_seqlens: Tensor,
-    lengths: list[int],
-    scale: float,
-    normalise: bool,
-    chunk: int,
-    last_states: bool,
-    triton: bool = False,
-) -> tuple[Tensor, Tensor]:
+class _Inputs(NamedTuple):
+    """The tensors of `gated_delta`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    log_decay: Tensor
+    beta: Tensor
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return functools.reduce(torch.promote_types, (tensor.dtype for tensor in self), torch.float32)
+
+    def check(self) -> None:
+        query, key, value, log_decay, beta = self
+        same_tokens = log_decay.shape == beta.shape == value.shape[:2] and len(key) == len(value)
+        if query.shape != key.shape or not same_tokens or value.shape[1] % key.shape[1]:
+            shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in self._asdict().items())
+            raise ValueError(
+                "the gated delta rule takes query and key [T, key_heads, dk], value [T, heads, dv], log_decay and beta "
+                f"[T, heads] with heads a multiple of key_heads, but got {shapes}."
+            )
+
+    def unsupported_reason(self, chunk: int) -> str | None:
+        dtypes = [tensor.dtype for tensor in self[:3]]
+        if len(set(dtypes)) > 1:
+            text = "{}, {} and {}".format(*dtypes)
+            return f"its kernels want query, key and value of one dtype, and these are {text}"
+        if chunk not in TRITON_CHUNKS:
+            return f"its kernels know chunks of {', '.join(map(str, TRITON_CHUNKS))} tokens, and these have {chunk}"
+        if self.key.shape[2] > GATED_DELTA_KEYS:
+            return f"its kernels have room for keys {GATED_DELTA_KEYS} wide, and these are {self.key.shape[2]}"
+        return None
+
+
+def gated_delta_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """The operator's forward. Without `last_states` the second result is empty."""
+    inputs, (cu_seqlens, lengths, scale, normalise, chunk, last_states, triton) = _Inputs(*arguments[:5]), arguments[5:]
     if triton:
         from postlude.ops.kernels.gated_delta import GatedDeltaCall  # needs triton
 
-        call = GatedDeltaCall(query, key, value, log_decay, beta, cu_seqlens, lengths, scale, normalise, chunk)
+        call = GatedDeltaCall(inputs, cu_seqlens, lengths, scale, normalise, chunk)
         last = call.run(last_states)
         return call.outputs(), last
     chunks = Chunks(lengths, chunk, cu_seqlens)
-    scan = _Scan(query, key, value, log_decay, beta, chunks, scale, normalise)
+    scan = _Scan(inputs, chunks, scale, normalise)
     states = scan.last_states() if last_states else scan.value.new_empty(0)
-    return chunks.to_tokens(scan.outputs()).to(value.dtype), states
+    return chunks.to_tokens(scan.outputs()).to(inputs.value.dtype), states
 
 
 # One operator, so that selective recompute keeps its result and nothing inside.
-_operator = torch.library.custom_op("postlude::gated_delta", gated_delta_forward, mutates_args=())
+_operator = torch.library.custom_op(
+    "postlude::gated_delta",
+    gated_delta_forward,
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor log_decay, Tensor beta, Tensor cu_seqlens, "
+    "SymInt[] lengths, float scale, bool normalise, SymInt chunk, bool last_states, bool triton) -> (Tensor, Tensor)",
+)
 
 
 @_operator.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
-    query, key, value, log_decay, beta, _, lengths, _, _, _, last_states, *_ = arguments
+    inputs, lengths, last_states = _Inputs(*arguments[:5]), arguments[6], arguments[10]
+    key, value = inputs.key, inputs.value
     shape = (len(lengths), value.shape[1], key.shape[2], value.shape[2]) if last_states else (0,)
-    return torch.empty_like(value), value.new_empty(shape, dtype=_compute_dtype(query, key, value, log_decay, beta))
+    return torch.empty_like(value), value.new_empty(shape, dtype=inputs.compute_dtype)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -180,19 +212,19 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 
 def _backward(ctx: Any, output: Tensor | None, states: Tensor | None) -> tuple[Tensor | None, ...]:
-    *inputs, cu_seqlens = ctx.saved_tensors
+    *tensors, cu_seqlens = ctx.saved_tensors
+    inputs = _Inputs(*tensors)
     if output is None and states is None:
         return (None,) * 12
-    output = torch.zeros_like(inputs[2]) if output is None else output
+    output = torch.zeros_like(inputs.value) if output is None else output
+    scan: Any
     if ctx.triton:
         from postlude.ops.kernels.gated_delta import GatedDeltaCall
 
-        options: list[Any] = [*inputs, cu_seqlens, ctx.lengths, ctx.scale, ctx.normalise, ctx.chunk, True]
-        scan: Any = GatedDeltaCall(*options)
+        scan = GatedDeltaCall(inputs, cu_seqlens, ctx.lengths, ctx.scale, ctx.normalise, ctx.chunk, keep=True)
         scan.run(last_states=False)
     else:
-        options = [*inputs, Chunks(ctx.lengths, ctx.chunk, cu_seqlens), ctx.scale, ctx.normalise]
-        scan = _Scan(*options)
+        scan = _Scan(inputs, Chunks(ctx.lengths, ctx.chunk, cu_seqlens), ctx.scale, ctx.normalise)
     gradients = scan.gradients(output, states if ctx.last_states else None)
     return *(gradient.to(like.dtype) for gradient, like in zip(gradients, inputs, strict=True)), *(None,) * 7
 
@@ -250,18 +282,9 @@ class _Scan:
     o = e^G q S + P δ, with P_ij = D_ij q_i·k_j, and the chunk leaves the state e^{G_C} S + Σ_j e^{G_C − G_j} k_j ⊗ δ_j.
     """
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        log_decay: Tensor,
-        beta: Tensor,
-        chunks: Chunks,
-        scale: float,
-        normalise: bool,
-    ) -> None:
-        compute_dtype = _compute_dtype(query, key, value, log_decay, beta)
+    def __init__(self, inputs: _Inputs, chunks: Chunks, scale: float, normalise: bool) -> None:
+        query, key, value, log_decay, beta = inputs
+        compute_dtype = inputs.compute_dtype
         self.chunks, self.scale, self.heads = chunks, scale, value.shape[1]
         self.group = self.heads // key.shape[1]
         self.unit_query, self.query_inverse_length = _unit(chunks.to_chunks(query, compute_dtype), normalise)
@@ -314,7 +337,6 @@ class _Scan:
         return states * chunk_decay + decayed_key.mT @ delta
 
     def gradients(self, output: Tensor, last_states: Tensor | None) -> tuple[Tensor, ...]:
-        """Returns the gradients of query, key, value, log decay and beta from those of outputs and last states."""
         key, query, decay_from_start, beta = self.key, self.query, self.decay_from_start, self.beta
         output = self.chunks.to_chunks(output, self.value.dtype).flatten(0, 1)
         delta_grads = self.query_key.mT @ output  # of δ, [B, C, dv]
@@ -401,7 +423,6 @@ class _Scan:
         return _unflatten(tensor, self.group).sum(1) if self.group > 1 else tensor
 
     def _rounds(self) -> list[slice]:
-        """Returns the slice of B of each round."""
         return [slice(rows.start * self.heads, rows.stop * self.heads) for rows in self.chunks.rounds]
 
 
@@ -432,18 +453,6 @@ def _gradient_before_norm(gradient: Tensor, unit: Tensor, over: Tensor | None) -
     return over * (gradient - unit * (unit * gradient).sum(-1, keepdim=True))
 
 
-def _unsupported_reason(query: Tensor, key: Tensor, value: Tensor, chunk: int) -> str | None:
-    """Returns why the Triton kernels cannot do this; None if they can."""
-    if not query.dtype == key.dtype == value.dtype:
-        dtypes = f"{query.dtype}, {key.dtype} and {value.dtype}"
-        return f"its kernels want query, key and value of one dtype, and these are {dtypes}"
-    if chunk not in TRITON_CHUNKS:
-        return f"its kernels know chunks of {', '.join(map(str, TRITON_CHUNKS))} tokens, and these have {chunk}"
-    if key.shape[2] > GATED_DELTA_KEYS:
-        return f"its kernels have room for keys {GATED_DELTA_KEYS} wide, and these are {key.shape[2]}"
-    return None
-
-
 def _why_slower(device: torch.device, dtype: torch.dtype, chunk: int, widths: tuple[int, int]) -> str | None:
     """Returns why "auto" does not take the Triton kernels where they could run; None if it does."""
     if dtype != torch.bfloat16 or chunk != CHUNK:
@@ -451,28 +460,3 @@ def _why_slower(device: torch.device, dtype: torch.dtype, chunk: int, widths: tu
     if any(width not in MEASURED_WIDTHS for width in widths):
         return f"its kernels were measured for widths from 65 to 128, and dk and dv are {widths[0]} and {widths[1]}"
     return why_unmeasured("gated_delta", gpu_of(device)) if why_no_triton(device, dtype, False) is None else None
-
-
-def _compute_dtype(*tensors: Tensor) -> torch.dtype:
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
-
-
-def _check(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> None:
-    heads, key_heads = value.shape[1], key.shape[1]
-    shapes_match = (
-        query.shape == key.shape and log_decay.shape == beta.shape == value.shape[:2] and len(key) == len(value)
-    )
-    if not shapes_match or heads % key_heads:
-        shapes = ", ".join(
-            f"{name} {tuple(tensor.shape)}"
-            for name, tensor in zip(
-                ("query", "key", "value", "log_decay", "beta"), (query, key, value, log_decay, beta), strict=True
-            )
-        )
-        raise ValueError(
-            f"the gated delta rule takes query and key [T, key_heads, dk], value [T, heads, dv], log_decay and beta "
-            f"[T, heads] with heads a multiple of key_heads, but got {shapes}."
-        )

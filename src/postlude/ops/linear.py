@@ -53,12 +53,10 @@ def bind_wgrad(function: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def current_wgrad_queue() -> DeferredWgrads | None:
-    """Returns the queue of the innermost `defer_wgrad`."""
     return _queue.get()
 
 
 def wgrad_queue(weight: Tensor) -> DeferredWgrads | None:
-    """Returns the queue to which this weight's gradient is deferred, if it has one."""
     return _queue.get() if weight.requires_grad and torch.is_grad_enabled() else None
 
 
@@ -171,7 +169,7 @@ class _Embedding(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
-        from postlude.ops.kernels.embedding import add_rows  # needs triton
+        from postlude.ops.kernels.experts import add_rows  # needs triton
 
         add_rows(ctx.total, gradients[0].contiguous(), *ctx.saved_tensors[0].sort(stable=True))
         return None, None, None

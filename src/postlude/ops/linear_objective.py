@@ -93,8 +93,23 @@ def linear_objective(
         with without_autocast(hidden.device):
             losses = _call(token_objective, *stats, selected_columns)
         loss, token_losses = losses.sum(), call.scatter(losses.detach())
-        results = [None if row is None else row.detach() for row in (logprobs, entropies, *others)]
+        results = [None if values is None else values.detach() for values in (logprobs, entropies, *others)]
     return LinearObjective(loss, token_losses.view(targets.shape), TokenStats.of(results, targets.shape))
+
+
+def objective_of_stats(
+    stats: TokenStats, targets: Tensor, token_objective: TokenObjective, columns: Any, ignore_index: int
+) -> LinearObjective:
+    """Returns what `linear_objective` does for log-probs and entropies, [N] each, that are computed already."""
+    rows = (targets != ignore_index).nonzero()[:, 0]
+    selected_columns = _map_tensors(columns, lambda tensor: _flat(tensor.detach(), targets)[rows])
+    entropy = None if stats.entropy is None else stats.entropy[rows]
+    with without_autocast(targets.device):
+        losses = _call(token_objective, stats.logprob[rows], entropy, selected_columns)
+    token_loss = torch.zeros(len(targets), dtype=losses.dtype, device=losses.device)
+    results = [None if values is None else values.detach() for values in (stats.logprob, stats.entropy, stats.lse)]
+    token_loss = token_loss.index_copy(0, rows, losses.detach())
+    return LinearObjective(losses.sum(), token_loss, TokenStats.of(results, targets.shape))
 
 
 class _OneSweep(torch.autograd.Function):
@@ -121,7 +136,7 @@ class _OneSweep(torch.autograd.Function):
         ctx.gradients, ctx.weight = gradients, weight
         ctx.call = call
         outputs = call.scatter(losses), *scatter_results(results, call, requested)
-        ctx.mark_non_differentiable(*(row for row in outputs if row is not None))
+        ctx.mark_non_differentiable(*(values for values in outputs if values is not None))
         return losses.sum(), *outputs
 
     @staticmethod
@@ -135,7 +150,6 @@ class _OneSweep(torch.autograd.Function):
 
 
 def _plan(head: Head, call: ResolvedCall, needed: GradientsNeeded) -> TokenSweep:
-    """Returns a sweep that has not started."""
     shape, budget = call.shape(head.hidden.shape[1], quantized=call.can_quantize), call.memory_budget
     if call.can_quantize:
         return TokenSweep.quantized(head, call.rows, shape, call.operand, needed, budget)

@@ -25,7 +25,6 @@ class LowRank:
 
     @property
     def rank(self) -> int:
-        """The rank of each adapter."""
         return self.b.shape[1]
 
     def unsupported_reason(self, rows: Tensor, max_rank: int = MAX_RANK) -> str | None:

@@ -18,8 +18,6 @@ WIDEST = 16_384  # features that one program of the kernel holds
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """The arguments of `rms_norm` besides the vectors."""
-
     weight: Tensor
     eps: float
     offset: float
@@ -53,7 +51,6 @@ def rms_norm_with_residual(
 
 
 def uses_kernel(vectors: Tensor, weight: Tensor, backend: Backend = "auto") -> bool:
-    """Whether `rms_norm` of these runs as the Triton kernel."""
     if not vectors.is_cuda and backend == "auto":
         return False
     unsupported_reason = None

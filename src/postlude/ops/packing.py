@@ -46,7 +46,6 @@ class Packing:
         *,
         parents: tuple[int, ...] | None = None,
     ) -> Packing:
-        """Builds the packing of sequences with these `lengths`, with `cu_seqlens` on `device`."""
         boundaries = list(accumulate(lengths, initial=0))
         return cls(tuple(lengths), to_device(torch.tensor(boundaries, dtype=torch.int32), device), parents)
 
@@ -56,12 +55,10 @@ class Packing:
 
     @property
     def total(self) -> int:
-        """The number of tokens, T."""
         return sum(self.lengths)
 
     @property
     def max_length(self) -> int:
-        """The length of the longest sequence, 0 when there is none."""
         return max(self.lengths, default=0)
 
     @property
@@ -116,7 +113,6 @@ class Packing:
         return sums.index_add(0, self.sequence_index(), values.to(dtype))
 
     def to(self, device: torch.device | str) -> Packing:
-        """Returns the same packing with `cu_seqlens` on `device`."""
         return Packing(self.lengths, to_device(self.cu_seqlens, device), self.parents)
 
 
@@ -132,12 +128,10 @@ class Rectangle:
 
     @property
     def key_rows(self) -> slice:
-        """The rows of the keys."""
         return slice(self.first_key, self.first_key + self.keys)
 
     @property
     def query_rows(self) -> slice:
-        """The rows of the queries."""
         return slice(self.first_query, self.first_query + self.queries)
 
 
@@ -148,3 +142,10 @@ def to_device(tensor: Tensor, device: torch.device | str | None) -> Tensor:
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """Returns a copy on the host, which a GPU may still be writing."""
+    if not tensor.is_cuda:
+        return tensor.clone()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from postlude.ops.attention import ScoreConfig
 from postlude.ops.batch_invariant import is_batch_invariant
 from postlude.ops.decode_attention import DecodeAttention, consecutive_positions
-from postlude.ops.fp8_kv import dequantize_heads, quantize_heads
+from postlude.ops.fp8_kv import FP8, dequantize_heads, quantize_heads
 from postlude.ops.kernels.capabilities import Backend, use_kernel
 from postlude.ops.shared_pages import SharedPages
 
@@ -116,3 +116,13 @@ def write_pages(
         store[slots] = part
     key, value = (dequantize_heads(*pair, part.dtype) for pair, part in zip(quantized, new, strict=True))
     return key, value
+
+
+def read_pages(stores: tuple[Tensor, ...], slots: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns the keys and values [T, kv_heads, width] that `write_pages` wrote to the slots of these tokens."""
+    keys, values, *exponents = (
+        store.view(torch.uint8)[slots].view(store.dtype) if store.dtype == FP8 else store[slots] for store in stores
+    )
+    if not exponents:
+        return keys, values
+    return dequantize_heads(keys, exponents[0], dtype), dequantize_heads(values, exponents[1], dtype)

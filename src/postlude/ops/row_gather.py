@@ -74,7 +74,6 @@ class RowGather:
         return total
 
     def to(self, device: torch.device | str) -> RowGather:
-        """Returns the same gather with its tables on `device`."""
         return RowGather(self.host_rows, self.source_rows, device)
 
 

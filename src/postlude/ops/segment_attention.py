@@ -22,8 +22,6 @@ LENGTHS_PER_OCTAVE = 8
 
 
 class RectangleKernel(Protocol):
-    """Attention of queries that see all keys."""
-
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Returns the output [Tq, heads, v] and the lse [Tq, heads], fp32."""
         ...
@@ -81,8 +79,8 @@ def find_rectangles(packing: Packing, min_rows: int) -> tuple[Rectangle, ...]:
     """Returns the rectangles of at least so many queries and keys. They are found once for all layers."""
     if ("rectangles", min_rows) not in packing.tables:
         packing.tables["rectangles", min_rows] = _rectangles(packing, min_rows)
-    found: tuple[Rectangle, ...] = packing.tables["rectangles", min_rows]
-    return found
+    rectangles: tuple[Rectangle, ...] = packing.tables["rectangles", min_rows]
+    return rectangles
 
 
 def _rectangles(packing: Packing, min_rows: int) -> tuple[Rectangle, ...]:

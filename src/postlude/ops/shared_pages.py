@@ -63,7 +63,6 @@ class SharedPages:
 
     @property
     def shape(self) -> TileShape:
-        """The number of tiles and of rows in each."""
         return self.tiles.shape[0], self.tiles.shape[1]
 
     def copy_(self, host: SharedPages) -> None:

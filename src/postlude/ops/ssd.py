@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from postlude.ops import fla
-from postlude.ops.kernels.capabilities import EMPTY, GPU, ScanBackend, gpu_of, use_kernel
+from postlude.ops.kernels.capabilities import EMPTY, GPU, Backend, ScanBackend, gpu_of, use_kernel
 from postlude.ops.packing import Packing
+from postlude.ops.recurrent_step import overwrite, use_step_kernel
 
 WORKSPACE = 1 << 26  # decays between tokens held at once; more heads are processed in turn
 BLOCK = 16  # chunks whose states one product carries
@@ -78,20 +79,34 @@ def ssd(
 
 
 def ssd_step(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, states: Tensor
-) -> tuple[Tensor, Tensor]:
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    states: Tensor,
+    running: Tensor | None = None,
+    *,
+    backend: Backend = "auto",
+) -> Tensor:
     """Scans one more token of each of T sequences, shaped as in `ssd`, from their `states` [T, heads, p, n].
 
-    Returns the output of `ssd` for that token, and the new states.
+    Returns the output of `ssd` for that token. Overwrites the states, of those that are `running` [T] bool alone.
     """
+    if use_step_kernel(backend, states, x, B, C):
+        from postlude.ops.kernels import recurrent_step  # needs triton
+
+        return recurrent_step.mamba(x, dt, A, B, C, D, states, running)
     wide, share = torch.promote_types(x.dtype, torch.float32), x.shape[1] // B.shape[1]
     B, C = (tensor.to(wide).repeat_interleave(share, 1)[:, :, None] for tensor in (B, C))  # [T, heads, 1, n]
     decay = (dt.to(wide) * A.to(wide)).exp()
-    states = decay[..., None, None] * states + (dt[..., None].to(wide) * x)[..., None] * B
-    y = (states * C).sum(-1)
+    after = decay[..., None, None] * states + (dt[..., None].to(wide) * x)[..., None] * B
+    overwrite(states, after, running)
+    y = (after * C).sum(-1)
     if D is not None:
         y = y + D[:, None] * x
-    return y.to(x.dtype), states
+    return y.to(x.dtype)
 
 
 def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: int) -> None:

@@ -26,7 +26,7 @@ from postlude.trace.recorder import NO_RECORDER, Recorder
 from postlude.world.mesh import Mesh
 
 MAX_PENDING_SENDS = 2
-"""The number of sent activations that may be not received yet before a forward-only rank waits."""
+"""A forward-only rank waits if more of the activations that it sent are not received yet."""
 
 
 class Executor:
@@ -69,7 +69,7 @@ class Executor:
         output_processor_context: Any = None,
         loss: Callable[[Any], Tensor] | None = None,
         before_last_backward: Callable[[LanguageModel], None] | None = None,
-        on_grads_ready: Callable[[LanguageModel, FSDPUnit], None] = lambda stage, module: None,
+        on_grads_ready: Callable[[LanguageModel, FSDPUnit], None] = lambda stage, unit: None,
         recorder: Recorder = NO_RECORDER,
     ) -> list[Any]:
         """Runs every microbatch through every stage. Returns the processor's results; [] on all but the last stage.

@@ -89,13 +89,11 @@ class _Rank:
         self.posted, self.early = [*self.sends[self.position], *needed, *early], early
 
     def complete(self, transfer: Transfer) -> None:
-        """Completes one of the posted transfers."""
         self.posted.remove(transfer)
         self.done.add(transfer)
         self.launched[self.position].append(transfer)
 
     def advance(self) -> None:
-        """Runs the entry."""
         self.position += 1
         self.finished = self.position == len(self.sends)
         if not self.finished:

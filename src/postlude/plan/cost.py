@@ -71,12 +71,10 @@ class CostModel:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the options."""
         return self.options.layout
 
     @cached_property
     def sizes(self) -> ModelParameterCount:
-        """The parameters of a rank of this layout."""
         return self.known or count_parameters(self.config, self.layout, adapters=self.adapters)
 
     @cached_property

@@ -23,7 +23,7 @@ class StepTime:
     exchange: float
     """Seconds of exchanges with experts, on average."""
     exposed: float
-    """Those of them that no compute hides."""
+    """Seconds of these exchanges that no compute hides."""
     waited: float
     """Seconds of waits for tokens, weights or gradients, on average."""
 
@@ -41,7 +41,7 @@ class StepForecast:
     model: CostModel
     step: StepTime
     memory: list[MemoryEstimate]
-    """Of each pipeline rank."""
+    """The estimate of each pipeline rank."""
 
     @property
     def peak(self) -> int:
@@ -50,7 +50,6 @@ class StepForecast:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step, on all ranks."""
         return self.model.microbatches * self.model.options.budget * self.model.layout.dp
 
     @property

@@ -17,7 +17,7 @@ import torch
 from postlude.layout import Layout, Stage
 from postlude.model import LanguageModel, ModelConfig
 from postlude.model.block_config import BlockConfig
-from postlude.model.fp8_weights import FP8Weights
+from postlude.model.fp8 import FP8Weights
 from postlude.model.offload import offloaded_layers
 from postlude.ops.linear_logprobs.plan import Shape, plan_sweep
 from postlude.options import Overlap, Recompute
@@ -208,9 +208,9 @@ class SavedNumbers:
 
     device: float
     host: float
-    """Those of offloaded layers."""
+    """Numbers that offloaded layers save."""
     copied: float
-    """Those of the largest offloaded layer, which is on the device while it is copied."""
+    """Numbers that the largest offloaded layer saves, which are on the device while they are copied."""
 
 
 def saved_numbers(
@@ -238,7 +238,6 @@ def saved_numbers(
 
 
 def _share(block: BlockConfig, recompute: Recompute, lora: bool, kernels: bool) -> float:
-    """Returns the share of a block's `saved_activations` that is kept."""
     if recompute == "selective":
         return block.selective_share
     return ADAPTED if lora else block.kernel_share if kernels else 1.0

@@ -57,7 +57,7 @@ class ModelParameterCount:
     head: ParameterCount
     norm: ParameterCount
     adapters: tuple[ParameterCount, ...] = ()
-    """Those of each layer in order, then of each multi-token-prediction depth; empty without LoRA."""
+    """The adapters of each layer in order, then of each multi-token-prediction depth; empty without LoRA."""
     embedding_adapter: ParameterCount = ParameterCount()
     head_adapter: ParameterCount = ParameterCount()
 
@@ -93,13 +93,11 @@ class ModelParameterCount:
 
 
 def layers_of(config: ModelConfig, stage: Stage) -> tuple[str, ...]:
-    """Returns the patterns of a stage's logical layers."""
     layers = config.stage_layers(stage)
     return config.pattern.layers[layers.start : layers.stop]
 
 
 def total(parts: Iterable[ParameterCount]) -> ParameterCount:
-    """Returns their sum."""
     return sum(parts, ParameterCount())
 
 
@@ -152,7 +150,6 @@ def _count_adapters(config: ModelConfig, mesh: Mesh, adapters: AdapterConfigs) -
 
 
 def total_parameters(config: ModelConfig) -> int:
-    """Returns how many parameters a model has."""
     return count_parameters(config).stage(Stage()).used
 
 

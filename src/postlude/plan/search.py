@@ -80,7 +80,6 @@ def _least_peak(bounded: Sequence[tuple[float, CostModel]]) -> float:
 
 
 def _peak(model: CostModel) -> float:
-    """Returns the bytes that the fullest rank needs."""
     return max(candidate.total for candidate in memory_of(model))
 
 

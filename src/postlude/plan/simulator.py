@@ -26,12 +26,10 @@ class SimulatedTimeline:
 
     @property
     def makespan(self) -> float:
-        """When the last action finished."""
         return max(self.finish.values(), default=0.0)
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """The seconds that each rank was busy."""
         return tuple(
             sum(self.finish[entry[0]] - self.start[entry[0]] for entry in entries if entry) for entries in self.schedule
         )

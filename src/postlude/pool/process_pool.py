@@ -240,7 +240,6 @@ class _WorkerProcess:
         return error if missing is None else f"{error}{hint}"
 
     def end_description(self) -> str:
-        """Returns the end of a sentence about the process."""
         if self.forged:
             return "wrote to the pipe of its worker process"
         try:
@@ -323,7 +322,6 @@ def pack_function(
 
 
 def function_name(function: str | Callable[..., Any]) -> str:
-    """Returns the name of a function in messages: that of its class if it has none."""
     if isinstance(function, str):
         return function
     return getattr(function, "__qualname__", None) or type(function).__qualname__

@@ -9,21 +9,18 @@ the trainer. There are two, of which each ends everything when the other is gone
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import resource
 import select
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import NoReturn
 
+from postlude.pool.process_tree import become_subreaper, descendants, end_descendants, end_with_parent, reap
 from postlude.pool.worker import serve
 
-SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # options of Linux' prctl
 TOO_MANY_PROCESSES = 125  # the exit code of a supervisor whose worker had more processes than its limit
 COUNT_INTERVAL = 0.5  # seconds between two counts of processes
 
@@ -31,20 +28,20 @@ COUNT_INTERVAL = 0.5  # seconds between two counts of processes
 def main() -> None:
     """Runs a worker under this process. The command line ends with two pipe descriptors and the limit of processes."""
     calls, replies, max_processes = map(int, sys.argv[-3:])
-    _prctl(SET_CHILD_SUBREAPER, 1)
+    become_subreaper()
     first_is_gone, open_while_first_lives = os.pipe()
     if second := os.fork():
         os.close(replies)
         _supervise(second, (calls,), 0)
     os.close(open_while_first_lives)
-    _prctl(SET_CHILD_SUBREAPER, 1)
+    become_subreaper()
     supervisor = os.getpid()
     if worker := os.fork():
         os.close(replies)
         _supervise(worker, (calls, first_is_gone), max_processes)
     os.close(first_is_gone)
     os.setsid()  # so that a signal to its own group does not reach the supervisors
-    _prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() == supervisor:
         with contextlib.suppress(BrokenPipeError):  # the trainer was killed, so no process waits for a reply
             serve(Connection(calls, writable=False), Connection(replies, readable=False))
@@ -62,57 +59,17 @@ def _supervise(child: int, pipes: Sequence[int], max_processes: int) -> NoReturn
     poller.register(wake_receiver, select.POLLIN)
     exit_codes: dict[int, int] = {}  # by process
     closed = too_many = False
-    while _reap(exit_codes) and child not in exit_codes and not (closed or too_many):
+    while reap(exit_codes) and child not in exit_codes and not (closed or too_many):
         events = dict(poller.poll(1000 * COUNT_INTERVAL if max_processes else None))
         if wake_receiver in events:
             os.read(wake_receiver, 1 << 16)
-        too_many = bool(max_processes) and len(_descendants(os.getpid())) > max_processes
+        too_many = bool(max_processes) and sum(1 for _ in descendants(os.getpid())) > max_processes
         closed = not events.keys().isdisjoint(pipes)
     code = TOO_MANY_PROCESSES if too_many else exit_codes.get(child, 0)
-    _end_descendants(child, exit_codes)
+    end_descendants(child, exit_codes)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def _reap(exit_codes: dict[int, int]) -> bool:
-    """Collects the exit codes of children that have ended. Returns whether there are others."""
-    try:
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            exit_codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
-    except ChildProcessError:
-        return False
-    return True
-
-
-def _end_descendants(child: int, exit_codes: dict[int, int]) -> None:
-    """Kills the child's group and all descendants, again and again until none is left: they may start others."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child, signal.SIGKILL)
-    while _reap(exit_codes):
-        for pid in _descendants(os.getpid()):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.001)
-
-
-def _descendants(ancestor: int) -> list[int]:
-    """Returns the processes below one; none without /proc."""
-    descendants, unvisited = list[int](), [ancestor]
-    while unvisited:
-        children: list[int] = []
-        with contextlib.suppress(OSError):  # it has ended
-            for file in Path(f"/proc/{unvisited.pop()}/task").glob("*/children"):
-                with contextlib.suppress(OSError):
-                    children += map(int, file.read_text().split())
-        descendants += children
-        unvisited += children
-    return descendants

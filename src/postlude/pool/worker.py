@@ -79,7 +79,6 @@ def _load(packed: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def max_reply_bytes(limits: WorkerLimits | None) -> int:
-    """Returns the size of the largest reply."""
     return MAX_REPLY_BYTES if limits is None else int(limits.reply_mib * (1 << 20))
 
 

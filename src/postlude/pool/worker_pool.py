@@ -40,7 +40,6 @@ class CallResult:
 
     @staticmethod
     def of(reply: Mapping[str, Any]) -> CallResult:
-        """Reads a reply of `worker.call_function`."""
         return CallResult(reply.get("value"), reply.get("failure"), reply.get("error"))
 
 
@@ -98,7 +97,6 @@ class WorkerPool:
             return {call_id: self.results.pop(call_id) for call_id in ready()}
 
     def call_all(self, calls: Sequence[tuple[Any, ...] | bytes]) -> list[CallResult]:
-        """Makes every call and returns the results in their order."""
         call_ids: list[int] = []
         results: dict[int, CallResult] = {}
         try:
@@ -112,7 +110,6 @@ class WorkerPool:
         return [results[call_id] for call_id in call_ids]
 
     def cancel(self, call_ids: Iterable[int]) -> None:
-        """Drops calls and their results."""
         with self.changed:
             for call_id in call_ids:
                 self.results.pop(call_id, None)
@@ -186,7 +183,6 @@ class InlinePool(WorkerPool):
         self.function = function
 
     def submit(self, arguments: tuple[Any, ...] | bytes) -> int:
-        """Makes the call. Returns its id."""
         self._check_open()
         call_id = next(self._call_ids)
         self.results[call_id] = CallResult.of(call_function(self.function, arguments))
@@ -204,7 +200,6 @@ class NullPool(WorkerPool):
         super().__init__(name)
 
     def submit(self, arguments: tuple[Any, ...] | bytes) -> int:
-        """Raises: rank 0 makes all calls."""
         raise WorkerError(f"this rank has no workers for {self.name}: rank 0 scores all completions.")
 
 

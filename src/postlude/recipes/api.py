@@ -8,18 +8,20 @@ torch is imported when a recipe is called.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from postlude.durable_files import write_atomic
 from postlude.layout import Layout
 from postlude.recipes.registry import RECIPES, Recipe
-from postlude.recipes.run.in_memory_rows import InMemoryRows
 from postlude.recipes.run.outcome import RunOutcome
-from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
+from postlude.recipes.run.start_mode import RESUME_NEWEST, ROWS, StartMode
 from postlude.user_code import CallFunction
 
 if TYPE_CHECKING:
@@ -37,6 +39,111 @@ if TYPE_CHECKING:
     from postlude.recipes.report.summary import RunSummary
     from postlude.recipes.run.runtime import Runtime
 
+DATA, PATH = "data", "path"
+"""Keys of a config that take rows: the section of a dataset, and the path in one."""
+
+
+class InMemoryRows:
+    """Takes the rows out of the settings of a call: lists, DataFrames, Hugging Face datasets, any iterable of rows.
+
+    `written` writes them to the run directory as JSON Lines, in a file named by its content. So every rank reads the
+    same rows, config.yaml names them, and a call with the same rows continues the run. `in_run` has the settings with
+    paths in place of rows.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.files: dict[str, bytes] = {}
+        self._settings = self._taken(settings, "", "")
+
+    def in_run(self, run: Path) -> dict[str, Any]:
+        """Returns the settings, with the paths that the rows have in a run directory."""
+
+        def placed(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {name: placed(inner) for name, inner in value.items()}
+            if type(value) is list:
+                return [placed(inner) for inner in value]
+            return run / ROWS / value.name if isinstance(value, _File) else value
+
+        return {name: placed(value) for name, value in self._settings.items()}
+
+    @contextmanager
+    def written(self, run: Path) -> Any:
+        """Writes the files. If the block raises, those that are new are removed."""
+        folder = run.expanduser().absolute() / ROWS
+        new = [folder / name for name in self.files if not (folder / name).is_file()]
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        try:
+            for path in new:
+                folder.mkdir(parents=True, exist_ok=True)
+                write_atomic(path, self.files[path.name])
+            yield
+        except BaseException:
+            for path in new:
+                path.unlink(missing_ok=True)
+            with suppress(OSError):  # not empty
+                while new and folder != existing:
+                    folder.rmdir()
+                    folder = folder.parent
+            raise
+
+    def _taken(self, value: Any, key: str, path: str) -> Any:
+        if isinstance(value, Mapping):
+            below = f"{path}." if path else ""
+            return {name: self._taken(inner, str(name), f"{below}{name}") for name, inner in value.items()}
+        if key not in (DATA, PATH) or not _is_iterable(value):
+            return value
+        if key == DATA and isinstance(value, list) and all(isinstance(row, Mapping) and PATH in row for row in value):
+            return [self._taken(dataset, "", f"{path}.{index}") for index, dataset in enumerate(value)]
+        content = b"".join(_line(row, number, path) for number, row in enumerate(_rows_of(value)))
+        file = _File(f"{hashlib.sha256(content).hexdigest()[:16]}.jsonl")
+        self.files[file.name] = content
+        return {PATH: file} if key == DATA else file
+
+
+class _File:
+    """Stands for the path of a file until the run directory is known."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def _is_iterable(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes | os.PathLike)
+
+
+def _rows_of(value: Any) -> Iterable[Any]:
+    if hasattr(value, "notna"):  # a DataFrame of pandas, whose missing cells are NaN
+        return value.astype(object).where(value.notna(), None).to_dict("records")  # type: ignore[no-any-return]
+    for name in ("to_dicts", "to_pylist"):  # polars, Arrow
+        if hasattr(value, name):
+            return getattr(value, name)()  # type: ignore[no-any-return]
+    return value  # type: ignore[no-any-return]
+
+
+def _line(row: Any, number: int, path: str) -> bytes:
+    if not isinstance(row, Mapping):
+        raise TypeError(
+            f'row {number} of {path} is a {type(row).__name__}, but a row is a mapping such as {{"prompt": "..."}}.'
+        )
+    try:
+        return json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_number).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"row {number} of {path} cannot be written as JSON ({error}). Give text, finite numbers, lists and "
+            "mappings."
+        ) from error
+
+
+def _number(value: Any) -> Any:
+    """Returns a number or an array of numpy or torch as Python's."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a {type(value).__name__}")
+
+
 Config: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | None
 """A YAML file, or its contents as a mapping; None takes defaults and keywords only."""
 
@@ -45,7 +152,7 @@ OnStep: TypeAlias = Callable[[int, Mapping[str, Any]], object]
 """Gets the number and the metrics of a finished step. A true value ends the run."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunResult:
     """The result of a recipe that was called from Python."""
 
@@ -60,6 +167,18 @@ class RunResult:
     model: Path | None
     """The exported model, or None."""
 
+    def __repr__(self) -> str:
+        """Returns the run and its end in one line."""
+        end = f"{self.run}: {self.outcome.status} after {self.outcome.step} steps"
+        return f"{end}: {self.outcome.message}" if self.outcome.message else end
+
+    def _repr_svg_(self) -> str:
+        """Returns the main curves of the run, which a notebook shows for a cell that ends with its result."""
+        from postlude.recipes.report.charts import curves_svg
+        from postlude.recipes.report.page import MAIN_CURVES
+
+        return curves_svg(self.run, MAIN_CURVES, repr(self))
+
 
 @dataclass(frozen=True)
 class OnStepCall:
@@ -68,7 +187,6 @@ class OnStepCall:
     function: CallFunction
 
     def __call__(self, step: int, metrics: Mapping[str, Any]) -> bool:
-        """Returns whether the run ends."""
         return bool(self.function.function(step, metrics))
 
 
@@ -148,7 +266,7 @@ class RecipeFunction:
             raise ValueError("on_step is called after training steps, but an evaluation has none. Leave it out.")
 
         from postlude.recipes.report.summary import read_summary
-        from postlude.recipes.run.directory import read_metrics
+        from postlude.recipes.run.files import read_metrics
         from postlude.recipes.run.runtime import Runtime
 
         start = RecipeStart(chosen, run_config, device, nproc)

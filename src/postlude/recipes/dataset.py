@@ -16,14 +16,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from postlude.data.chat import Encoder, RowFormat, TooLongError
+from postlude.data.chat_template import PLACEHOLDER, PLAIN_TEMPLATE, QUESTION, ChatTemplate
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.data.datasets import Rows, stream_files
-from postlude.data.encoded_dataset import EncodedDataset, cache_key
-from postlude.data.encoding import CHUNK, encode
+from postlude.data.encoded_dataset import CHUNK, EncodedDataset, cache_key, encode
 from postlude.data.row_formats import ALPACA, SHAREGPT, alpaca_prompt, read_cells, with_system_column
 from postlude.data.streamed_rows import RowStream
 from postlude.data.task_identity import row_identity
+from postlude.data.turn_encoding import turn_ends
 from postlude.recipes.config.data import DatasetPath, Examples, Mixture, Pairs
+from postlude.recipes.run.directory import is_rank0
 from postlude.recipes.sequence_limit import SequenceLimit
 
 LOG = logging.getLogger(__name__)
@@ -56,12 +58,10 @@ class EncodedRows(Generic[Row]):
         self.rows = _encoded(data, encoder, limit) if cached is None else cached
 
     def store(self) -> None:
-        """Writes the cache."""
         if self.cache is not None:
             self.rows.store(self.cache, self.digest)
 
     def __str__(self) -> str:
-        """Describes the rows for the preflight."""
         dropped = f", {self.rows.dropped} more are too long and dropped" if self.rows.dropped else ""
         conversations = len(np.unique(self.rows.sources))
         split = f" of {conversations} conversations, one per turn" if len(self) > conversations else ""
@@ -69,7 +69,6 @@ class EncodedRows(Generic[Row]):
 
     @property
     def largest(self) -> int:
-        """The largest token id."""
         return int(self.rows.tokens.max())
 
     def identity(self, index: int) -> bytes:
@@ -275,3 +274,34 @@ def encoding_bar(total: int, title: str) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=console, transient=True, disable=total < FEW or not console.is_terminal) as bar:
         task = bar.add_task(title, total=total)
         yield lambda count: bar.update(task, advance=count)
+
+
+def prepare_chat(tokenizer: Any, model: str) -> None:
+    """Prepares the tokenizer of a run that trains on or samples messages. Rank 0 logs what a user should know.
+
+    A tokenizer without a chat template gets the plain one, which is exported with the model.
+    """
+    answer = {"role": "assistant", "content": PLACEHOLDER}
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = PLAIN_TEMPLATE
+        if is_rank0():
+            example = ChatTemplate(tokenizer, {}).render([QUESTION, answer])
+            LOG.warning(
+                "%s has no chat template, so messages are written like %r, and this template is exported with the "
+                "model. Set chat_template for another.",
+                model,
+                example,
+            )
+    try:
+        last = Encoder(tokenizer=tokenizer).conversation([QUESTION, answer])[-1]
+    except ValueError:  # a template for other conversations
+        return
+    trained = [token for token, mask in zip(last.tokens, last.mask, strict=True) if mask]
+    if trained[-1] not in turn_ends(tokenizer) and is_rank0():
+        LOG.warning(
+            "the chat template of %s ends an assistant's turn with %r, which is no special token, so training on turns "
+            "does not teach the model to stop. Set chat_template to one that ends turns with a special token (in its "
+            "generation marks, if it has any).",
+            model,
+            tokenizer.decode(trained[-8:]),
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,33 +14,31 @@ from postlude.data.chat import EncodedSequence
 from postlude.data.datasets import RowSource
 from postlude.engine import Engine
 from postlude.engine.reference import Reference
-from postlude.recipes.chat_template import prepare_chat
-from postlude.recipes.checks.dataset import dataset_checks
 from postlude.recipes.checks.environment import environment_checks
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs, training_checks
 from postlude.recipes.checks.second_model import check_teacher, check_teacher_tokens, teacher_checks
-from postlude.recipes.checks.servers import server_checks
+from postlude.recipes.checks.servers import ServerUse, server_checks
 from postlude.recipes.config.recipe_configs import MASK, DistillConfig, OnPolicyData
 from postlude.recipes.config.settings import ObjectiveFile, build_objective
+from postlude.recipes.dataset import prepare_chat
 from postlude.recipes.references import open_frozen_model
-from postlude.recipes.rollouts.prompts import build_environment
+from postlude.recipes.rollouts.prompts import PromptEncoding, build_environment
 from postlude.recipes.rollouts.sampler import (
     HELD_OUT_SEEDS,
     TRAINING_SEEDS,
     RolloutBatch,
     RolloutSampler,
-    log_trajectories,
     open_rollout_sampler,
     trajectory_metrics,
 )
+from postlude.recipes.rollouts.trajectory_log import log_trajectories
 from postlude.recipes.row_sources import ShuffledRows
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.split import Split
-from postlude.recipes.supervised import SupervisedTrainer
+from postlude.recipes.supervised import SupervisedTrainer, dataset_checks
 from postlude.recipes.trainer import StepMetrics
-from postlude.recipes.training_run import run_recipe
-from postlude.rollout.environments import Transcript, is_chat
+from postlude.rollout.environments import Transcript
 from postlude.rollout.tasks import Task
 
 
@@ -73,10 +70,9 @@ class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
             return super().open_dataset(data, seed)
         config = self.config
         factory = self.runtime.pool_factory
-        environment = self.close_at_end(
-            build_environment(data.environment, config.seed, self.tokenizer, data.sampling, self.limit, factory)
-        )
-        if is_chat(environment.tasks[0].prompt):
+        encoding = PromptEncoding(self.tokenizer, data.sampling, self.limit)
+        environment = self.close_at_end(build_environment(data.environment, config.seed, encoding, factory))
+        if environment.uses_chat:
             prepare_chat(self.tokenizer, str(config.model))
         self.rollout_sampler = open_rollout_sampler(
             self, environment, data.rollout, data.sampling, epochs=lambda: self.rows.progress
@@ -84,7 +80,7 @@ class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
         return ShuffledRows(environment.tasks, held_out=config.held_out.rows, seed=seed)
 
     def split(self) -> Split:
-        """Returns which tasks are held out, of which rows or of which environment."""
+        """Returns all rows, or the tasks of the environment, and which of them are held out."""
         if self.rollout_sampler is None:
             return super().split()
         return Split.of_tasks(self.rollout_sampler.environments[""].tasks, self.rows.held_out_identities)
@@ -113,12 +109,30 @@ class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
         samples = self.config.data.samples_per_prompt
         seed_stream = HELD_OUT_SEEDS if held_out else TRAINING_SEEDS
         trajectories = self.rollout_sampler.sample(tasks, samples, step=self.step, seed_stream=seed_stream)
-        batch = _batch([trajectory.transcript for trajectory in trajectories])
+        batch = _batch([transcript for trajectory in trajectories for transcript in trajectory.transcripts])
         if held_out:
             return RolloutBatch({}, [batch])
         save_all = self.config.data.save_completions
         log_trajectories(self.run, self.step + 1, trajectories, self.tokenizer, save_all=save_all)
         return RolloutBatch(trajectory_metrics(trajectories) | self.rollout_sampler.take_metrics(), [batch])
+
+    @staticmethod
+    def checks(inputs: PreflightInputs) -> list[Check]:
+        config: DistillConfig = inputs.config
+        data = config.data
+        data_checks = (
+            dataset_checks(inputs, data)
+            if not isinstance(data, OnPolicyData)
+            else [
+                *environment_checks(inputs, data.environment, data.sampling),
+                *server_checks(inputs, data.rollout, data.sampling, ServerUse(gets_weights=True)),
+            ]
+        )
+        return [
+            *training_checks(inputs, _trial_batch(config.top_k)),
+            *teacher_checks(inputs, config.teacher, config.top_k),
+            *data_checks,
+        ]
 
 
 def _batch(sequences: Sequence[EncodedSequence | Transcript]) -> Batch:
@@ -134,24 +148,3 @@ def _trial_batch(top_k: int) -> Batch:
     batch, best = _batch(TRIAL_SEQUENCES), torch.arange(top_k) % 8
     logprobs = [(-1.0 - best).expand(length, -1) for length in batch.lengths]
     return _with_teacher(batch, logprobs, [best.expand(length, -1) for length in batch.lengths])
-
-
-def checks(inputs: PreflightInputs) -> list[Check]:
-    config: DistillConfig = inputs.config
-    data = config.data
-    data_checks = (
-        dataset_checks(inputs, data)
-        if not isinstance(data, OnPolicyData)
-        else [
-            *environment_checks(inputs, data.environment, data.sampling),
-            *server_checks(inputs, data.rollout, data.sampling, gets_weights=True),
-        ]
-    )
-    return [
-        *training_checks(inputs, _trial_batch(config.top_k)),
-        *teacher_checks(inputs, config.teacher, config.top_k),
-        *data_checks,
-    ]
-
-
-run = partial(run_recipe, DistillTrainer)

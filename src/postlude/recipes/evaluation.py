@@ -13,32 +13,34 @@ import torch
 from postlude.generate.distributed import DistributedEngine, ReplicatedGenerator
 from postlude.hf.load import load_model
 from postlude.hf.read_model import end_tokens, read_generation_config, read_model
-from postlude.recipes.chat_template import prepare_chat
 from postlude.recipes.checks.environment import environment_checks, evaluation_set_checks
 from postlude.recipes.checks.preflight import Check, PreflightInputs, model_checks
-from postlude.recipes.checks.servers import server_checks
+from postlude.recipes.checks.servers import ServerUse, server_checks
 from postlude.recipes.config import schema
 from postlude.recipes.config.recipe_configs import EvalConfig
 from postlude.recipes.config.rollout import NativeRollout
+from postlude.recipes.dataset import prepare_chat
 from postlude.recipes.report.finish import finish_run
 from postlude.recipes.report.summary import EVALUATED
 from postlude.recipes.rollouts.engine import make_eval_engine
 from postlude.recipes.rollouts.evaluation_sets import evaluate, evaluation_metrics, open_sets
-from postlude.recipes.rollouts.prompts import build_environment
-from postlude.recipes.rollouts.sampler import RolloutSampler, log_trajectories, trajectory_metrics
+from postlude.recipes.rollouts.prompts import PromptEncoding, build_environment
+from postlude.recipes.rollouts.sampler import RolloutSampler, trajectory_metrics
 from postlude.recipes.rollouts.server_commands import generator_limits
-from postlude.recipes.run.config_changes import MAY_CHANGE
+from postlude.recipes.rollouts.trajectory_log import log_trajectories
+from postlude.recipes.run.config_changes import allowed_changes
 from postlude.recipes.run.directory import check_run, is_rank0, open_run
 from postlude.recipes.run.health import warn_of_truncation
 from postlude.recipes.run.machine_info import machine_info
+from postlude.recipes.run.monitor import RunMonitor
 from postlude.recipes.run.outcome import RunOutcome
+from postlude.recipes.run.progress import EVALUATION, RunProgress
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.schedule import StepTimer
 from postlude.recipes.run.split import Split, split_of_model
 from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode
 from postlude.recipes.sequence_limit import SequenceLimit, sequence_limit
 from postlude.rollout.conversations import Trajectory
-from postlude.rollout.environments import is_chat
 from postlude.rollout.tasks import Task, Tasks, last_tasks
 from postlude.world.agreement import on_rank0
 
@@ -51,7 +53,7 @@ def checks(inputs: PreflightInputs) -> list[Check]:
         *model_checks(inputs),
         *environment_checks(inputs, config.environment, config.sampling),
         *evaluation_set_checks(inputs, config.sets, config.sampling, "sets"),
-        *server_checks(inputs, config.rollout, config.sampling, gets_weights=False),
+        *server_checks(inputs, config.rollout, config.sampling, ServerUse(gets_weights=False)),
     ]
 
 
@@ -62,24 +64,23 @@ def run(
     if start_mode.resume_from is not None:
         raise ValueError("an evaluation has no checkpoints; leave out --resume-from.")
     plain = schema.plain(config)
-    defaults = schema.default_values(EvalConfig)
-    check_run(config.run, plain, may_change=MAY_CHANGE, defaults=defaults)
-    tokenizer = config.load_tokenizer()
-    timer, samples = StepTimer(), config.samples_per_prompt
-    limit = sequence_limit(config, read_model(config.model)[1])
-    with ExitStack() as resources:
-        environment = build_environment(
-            config.environment, config.seed, tokenizer, config.sampling, limit, runtime.pool_factory
-        )
+    changes = replace(allowed_changes(config), files=dict)
+    check_run(config.run, plain, changes=changes)
+    progress, samples = RunProgress(), config.samples_per_prompt
+    with ExitStack() as resources, progress.until_end():
+        monitor = resources.enter_context(closing(RunMonitor(config.run, config.observe, progress)))
+        timer = StepTimer(progress, monitor.recorder)
+        tokenizer = config.load_tokenizer()
+        limit = sequence_limit(config, read_model(config.model)[1])
+        encoding = PromptEncoding(tokenizer, config.sampling, limit)
+        environment = build_environment(config.environment, config.seed, encoding, runtime.pool_factory)
         resources.enter_context(closing(environment))
-        if is_chat(environment.tasks[0].prompt):
+        if environment.uses_chat:
             prepare_chat(tokenizer, str(config.model))
         sets = open_sets(
             config.sets,
-            tokenizer,
-            config.sampling,
+            encoding,
             seed=config.seed,
-            limit=limit,
             pool_factory=runtime.pool_factory,
             split_by=config.split_by,
             close_at_end=lambda set_environment: resources.enter_context(closing(set_environment)),
@@ -94,15 +95,13 @@ def run(
                 for entry in sets
                 if entry.source is not None  # which only held-out tasks of training lack
             ]
-        directory = resources.enter_context(
-            open_run(config.run, plain, may_change=MAY_CHANGE, defaults=defaults, loggers=config.loggers)
-        )
+        directory = resources.enter_context(open_run(config.run, plain, changes=changes, loggers=config.loggers))
+        resources.enter_context(closing(monitor))  # before the directory is released
+        monitor.watch(directory)
         directory.resume_at(-1)
         directory.record_start(step=0, command=start_mode.command, **machine_info(torch.device(device)))
         engine = resources.enter_context(closing(_make_engine(config, tokenizer, device, limit, runtime)))
-        rollout_sampler = RolloutSampler(
-            engine, environment, tokenizer, config.sampling, limit=limit, seed=config.seed, timer=timer
-        )
+        rollout_sampler = RolloutSampler(engine, environment, encoding, seed=config.seed, timer=timer)
         resources.enter_context(closing(rollout_sampler))
         count = len(tasks)
         trajectories: list[Trajectory] = []  # on rank 0
@@ -113,11 +112,13 @@ def run(
             )
             return trajectory_metrics(trajectories)
 
-        with runtime.view(count, title=f"eval {config.model}", unit="task") as live:
+        title, progress.phase, progress.activity = f"eval {config.model}", EVALUATED, EVALUATION
+        progress.start(title, 0, count, "task")
+        with runtime.view(count, title=title, unit="task") as live:
             for first in range(0, count, CHUNK):
-                live.update(
-                    min(first + CHUNK, count), rollout_sampler.sync_and_run_on_rank0(partial(sample_chunk, first))
-                )
+                metrics = rollout_sampler.sync_and_run_on_rank0(partial(sample_chunk, first))
+                progress.step = min(first + CHUNK, count)
+                live.update(progress.step, metrics)
         if trajectories:
             log_trajectories(directory, 0, trajectories, tokenizer, save_all=config.save_completions)
         metrics = rollout_sampler.sync_and_run_on_rank0(
@@ -131,7 +132,8 @@ def run(
         directory.log(0, metrics | timer.take(), phase=EVALUATED)
         if is_rank0():
             warn_of_truncation(metrics, "of the evaluation")
-    outcome = RunOutcome("finished", 0)
+        outcome = RunOutcome("finished", 0)
+        progress.end(outcome.status)
     on_rank0(lambda: finish_run(config.run, outcome))
     return outcome
 

@@ -15,10 +15,11 @@ from typing import Any
 
 from postlude.data.hub import failure_reason
 from postlude.engine.adapters import export_adapter
+from postlude.json_log import print_line
 from postlude.recipes.report.finish import model_card
-from postlude.recipes.report.live import RunConsole
 from postlude.recipes.report.metrics import FALLING, SCORES
-from postlude.recipes.run.directory import RunDirectory, checkpoint_step, is_rank0, read_metrics
+from postlude.recipes.run.directory import RunDirectory, checkpoint_step, is_rank0
+from postlude.recipes.run.files import read_metrics
 from postlude.recipes.run.start_mode import EXPORTED_ADAPTER, EXPORTED_MODEL
 from postlude.recipes.trainer import Trainer
 from postlude.world.agreement import on_rank0
@@ -78,7 +79,6 @@ def _best(lines: Iterable[Mapping[str, Any]], after: int) -> Mapping[str, Any]:
 
 
 def _score_name(line: Mapping[str, Any]) -> str:
-    """Returns the name of the score in a line of metrics, or ""."""
     return next((name for name in SCORES if math.isfinite(line.get(name, math.nan))), "")
 
 
@@ -122,7 +122,7 @@ def push_model(folder: Path, repository: str, step: int) -> None:
             shlex.quote(str(folder)),
         )
     else:
-        RunConsole().print(f"pushed: https://huggingface.co/{repository}", markup=False, highlight=False)
+        print_line(f"pushed: https://huggingface.co/{repository}")
 
 
 def check_push(repository: str) -> str:

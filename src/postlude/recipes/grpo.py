@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -15,46 +14,53 @@ import torch
 from postlude.data import Batch
 from postlude.data.chat import EncodedSequence
 from postlude.data.datasets import RowOrder, RowSource
-from postlude.data.microbatch import ROUTING
+from postlude.data.microbatch import ROUTING, SAMPLING_MASK
 from postlude.engine import Engine
 from postlude.engine.reference import Reference
 from postlude.objectives import SFT, Objective
-from postlude.objectives.advantages import grpo, reinforce_plus_plus
+from postlude.objectives.advantages import reinforce_plus_plus
 from postlude.objectives.correction import mismatch_of_ratio
-from postlude.recipes.chat_template import prepare_chat
-from postlude.recipes.checks.environment import environment_checks, evaluation_set_checks, training_overlap_checks
+from postlude.recipes.checks.environment import (
+    environment_checks,
+    evaluation_set_checks,
+    record_checks,
+    training_overlap_checks,
+)
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs, training_checks
 from postlude.recipes.checks.second_model import second_model_check
-from postlude.recipes.checks.servers import server_checks
+from postlude.recipes.checks.servers import ServerUse, server_checks
 from postlude.recipes.config.environments import EnvironmentMixture, environments_of
 from postlude.recipes.config.policy_configs import GRPOConfig, PolicyConfig
 from postlude.recipes.config.settings import build_objective
+from postlude.recipes.dataset import prepare_chat
 from postlude.recipes.references import open_frozen_model, prune_references, reference_name
 from postlude.recipes.report.metrics import LOSS, REWARD_KL, SHARED, SKIPPED
 from postlude.recipes.rollout_columns import (
     GROUP,
     MASK,
     REWARD,
+    TRAJECTORY,
     RolloutRows,
     overlong_fraction,
     penalty_mean,
     policy_columns,
     reward_penalties,
     routing_column,
+    sampling_mask_column,
 )
 from postlude.recipes.rollouts.evaluation_sets import EvaluationSet, evaluate, evaluated_tasks, open_sets
-from postlude.recipes.rollouts.prompts import build_environment, warm_start_example
+from postlude.recipes.rollouts.prompts import PromptEncoding, build_environment, warm_start_example
 from postlude.recipes.rollouts.queue import RolloutQueue, policy_lag
-from postlude.recipes.rollouts.sampler import RolloutBatch, log_trajectories, open_rollout_sampler, trajectory_metrics
-from postlude.recipes.row_sources import SEED_STRIDE, MixedRows, OrderedRows, StepSizes
+from postlude.recipes.rollouts.sampler import RolloutBatch, open_rollout_sampler, trajectory_metrics
+from postlude.recipes.rollouts.trajectory_log import log_trajectories
+from postlude.recipes.row_sources import ROWS_TAKEN, SEED_STRIDE, MixedRows, OrderedRows, StepSizes
 from postlude.recipes.run.directory import checkpoint_step
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.split import Split
 from postlude.recipes.trainer import StepMetrics, Trainer
-from postlude.recipes.training_run import run_recipe
 from postlude.rollout.conversations import Trajectory
-from postlude.rollout.environments import Environment, is_chat
+from postlude.rollout.environments import Environment
 from postlude.rollout.tasks import JoinedTasks, Task, Tasks
 from postlude.world.agreement import on_rank0
 
@@ -68,6 +74,8 @@ class GRPOTrainer(Trainer):
     config: PolicyConfig
     min_group_size = 2
     """Groups with fewer trajectories are not trained on."""
+    trial_columns: tuple[str, ...] = ()
+    """Columns beside `trial_batch`'s for the objective's trial call."""
 
     def __init__(self, config: PolicyConfig, device: str, runtime: Runtime = LOCAL_RUNTIME) -> None:
         self.warm_start_steps = config.warm_start.steps
@@ -79,27 +87,24 @@ class GRPOTrainer(Trainer):
             if config.reference_model is not None:
                 self.reference = open_frozen_model(config.reference_model, self.engine)
             self._open_tasks()
-            self._plan_steps()
+            self._plan_steps(self._step_sizes())
             self._open_queue()
 
     def _open_tasks(self) -> None:
         """Opens the environments and the evaluation sets, and plans which tasks are trained on, and when."""
         config, factory = self.config, self.runtime.pool_factory
-        settings, self.environments = environments_of(config.environment), dict[str, Environment]()
-        seeds = {name: config.seed + SEED_STRIDE * number for number, name in enumerate(settings)}
-        for name, part in settings.items():
-            self.environments[name] = self.close_at_end(
-                build_environment(part, seeds[name], self.tokenizer, config.sampling, self.limit, factory)
-            )
-        if any(is_chat(environment.tasks[0].prompt) for environment in self.environments.values()):
+        configs, self.environments = environments_of(config.environment), dict[str, Environment]()
+        seeds = {name: config.seed + SEED_STRIDE * number for number, name in enumerate(configs)}
+        encoding = PromptEncoding(self.tokenizer, config.sampling, self.limit)
+        for name, environment in configs.items():
+            self.environments[name] = self.close_at_end(build_environment(environment, seeds[name], encoding, factory))
+        if any(environment.uses_chat for environment in self.environments.values()):
             prepare_chat(self.tokenizer, str(config.model))
         evaluation = config.evaluation
         self.evaluation_sets = open_sets(
             evaluation.sets,
-            self.tokenizer,
-            config.sampling,
+            encoding,
             seed=config.seed,
-            limit=self.limit,
             split_by=evaluation.split_by,
             pool_factory=factory,
             close_at_end=self.close_at_end,
@@ -107,11 +112,11 @@ class GRPOTrainer(Trainer):
         tasks_by_set = {evaluation_set.name: evaluation_set.tasks for evaluation_set in self.evaluation_sets}
         tasks_by_name = {name: environment.tasks for name, environment in self.environments.items()}
         self.evaluated = evaluated_tasks(tasks_by_name, evaluation.held_out, evaluation.split_by, tasks_by_set)
-        orders, first = dict[str, RowSource[int]](), 0
+        orders, first_index = dict[str, RowSource[int]](), 0
         for name, evaluated in self.evaluated.items():
             order = RowOrder(len(evaluated.tasks), seeds[name], skip=evaluated)
-            indices = range(first, first + len(evaluated.tasks))
-            orders[name], first = OrderedRows(indices, order, evaluated.count_trained), indices.stop
+            indices = range(first_index, first_index + len(evaluated.tasks))
+            orders[name], first_index = OrderedRows(indices, order, evaluated.count_trained), indices.stop
         self.tasks: Tasks
         self.task_sampler: RowSource[int]
         if isinstance(config.environment, EnvironmentMixture):
@@ -120,18 +125,22 @@ class GRPOTrainer(Trainer):
         else:
             (self.tasks,), (self.task_sampler,) = tasks_by_name.values(), orders.values()
 
-    def _plan_steps(self) -> None:
-        """Sets the number of steps, and the optimizers, whose schedules depend on it."""
+    def _step_sizes(self) -> StepSizes:
+        """Returns how many prompts each step samples."""
         config, size = self.config, self.config.prompts_per_step
         if config.epochs is None:
-            self.step_sizes = StepSizes(size, size * config.known_steps)
-        else:
-            tasks = self.task_sampler.size
-            assert tasks is not None, "environments know their number of tasks"
-            self.step_sizes = StepSizes.of_epochs(size, config.epochs, tasks)
-            config.check_steps(self.step_sizes.steps)
-        self.total_steps = self.warm_start_steps + self.step_sizes.steps
-        self.warm_start_optimizer, self.optimizer = config.fit_optimizers(self.step_sizes.steps)
+            return StepSizes(size, size * config.known_steps)
+        tasks = self.task_sampler.size
+        assert tasks is not None, "environments know their number of tasks"
+        return StepSizes.of_epochs(size, config.epochs, tasks)
+
+    def _plan_steps(self, sizes: StepSizes) -> None:
+        """Sets the number of steps, and the optimizers, whose schedules depend on it."""
+        if self.config.epochs is not None:
+            self.config.check_steps(sizes.steps)
+        self.step_sizes, self.total_steps = sizes, self.warm_start_steps + sizes.steps
+        self.prompts_taken = sizes.first_row
+        self.warm_start_optimizer, self.optimizer = self.config.fit_optimizers(sizes.steps)
         first = self.warm_start_optimizer if self.warm_start_steps else self.optimizer
         if first != self.engine.options.optimizer:  # the length of its schedule is known only now
             self.engine.set_optimizer(first)
@@ -145,6 +154,7 @@ class GRPOTrainer(Trainer):
             config.sampling,
             epochs=lambda: self.task_sampler.progress,
             record_routing=config.replay_routing,
+            masks_sampling=config.masks_sampling,
             background=staleness > 0,
         )
         self.queue = RolloutQueue(
@@ -166,16 +176,33 @@ class GRPOTrainer(Trainer):
         return "sft" if self.step < self.warm_start_steps else self.name
 
     def split(self) -> Split:
-        """Returns which tasks are held out, of which there are."""
+        """Returns all tasks of the run's data, and which of them are held out."""
         identities = set[bytes]().union(*(evaluated.identities for evaluated in self.evaluated.values()))
         return Split.of_tasks(self.tasks, identities, self.config.evaluation.split_by)
 
     def state(self) -> dict[str, Any]:
         """Returns the state of the task sampler, and the tasks whose groups are started."""
-        return self.queue.state()
+        return self.queue.state() | {ROWS_TAKEN: self.prompts_taken}
 
     def restore(self, checkpoint: Path) -> Mapping[str, Any]:
         """Loads a checkpoint, with the optimizer of its phase, and the reference model if GRPO has started."""
+        extra = self._load_phase(checkpoint)
+        sizes = self.step_sizes.continued(max(0, self.step - self.warm_start_steps), extra[ROWS_TAKEN])
+        if self.config.epochs is not None and sizes.steps > self.step_sizes.steps:  # fewer epochs had a short last step
+            self._plan_steps(sizes)
+            extra = self._load_phase(checkpoint)  # into optimizers whose schedules have the new length
+        self._set_prompts_taken(self.step, extra[ROWS_TAKEN])
+        self.queue.restore(extra)
+        return extra
+
+    def _set_prompts_taken(self, step: int, prompts: int) -> None:
+        """Sets how many prompts the steps before `step` took, replacements included, and with epochs the steps left."""
+        self.prompts_taken = prompts
+        if self.config.epochs is not None:
+            self.step_sizes = self.step_sizes.continued(max(0, step - self.warm_start_steps), prompts)
+            self.total_steps = self.warm_start_steps + self.step_sizes.steps
+
+    def _load_phase(self, checkpoint: Path) -> Mapping[str, Any]:
         # A checkpoint of the last warm-start step still has the warm start's optimizer: see `_begin_step`.
         warm_start = checkpoint_step(checkpoint) <= self.warm_start_steps
         self.engine.set_optimizer(self.warm_start_optimizer if warm_start and self.warm_start_steps else self.optimizer)
@@ -184,9 +211,7 @@ class GRPOTrainer(Trainer):
             self.engine.load(self.run.path / reference_name(last_step, self.config.reference_every))
             self.reference = self.engine.reference(offload=self.config.rollout.share_gpu)
             self.engine.set_optimizer(self.optimizer)
-        extra = self.load_engine(checkpoint)
-        self.queue.restore(extra)
-        return extra
+        return self.load_engine(checkpoint)
 
     def train_step(self) -> StepMetrics:
         """Runs one warm-start or GRPO step."""
@@ -221,55 +246,67 @@ class GRPOTrainer(Trainer):
 
     def collect_rollouts(self) -> RolloutBatch:
         """Samples trajectories on rank 0 and scatters them. Every rank calls it and gets its own sequences."""
-        return self.rollout_sampler.sample_and_scatter(self.sample_rollouts, self.engine)
+        batch = self.rollout_sampler.sample_and_scatter(self.sample_rollouts, self.engine)
+        self._set_prompts_taken(self.step + 1, batch.prompts)  # only rank 0 knows yet which prompts were replaced
+        return batch
 
     def sample_rollouts(self) -> RolloutBatch:
         """Runs on rank 0. Returns the minibatches of the step, with the sequences of all ranks."""
+        prompts = self.prompts_of_step(self.step)
         trained, sampled = self.select_trajectories()
         log_trajectories(self.run, self.step + 1, sampled, self.tokenizer, save_all=self.config.save_completions)
         self.health.check_rewards(sampled, self.step + 1)
         metrics = trajectory_metrics(sampled)
         if self.config.samples_per_prompt > 1:
-            prompts = self.prompts_of_step(self.step)
-            metrics["groups_trained"] = len(self._groups_with_different_rewards(trained)) / prompts
+            new = [trajectory for trajectory in trained if not trajectory.trained_before]
+            metrics["groups_trained"] = len(self._groups_with_different_rewards(new)) / prompts
         metrics |= self.queue.take_metrics() | self.rollout_sampler.take_metrics()
         if (lag := policy_lag(trained, self.engine.step)) is not None:
             metrics["policy_lag"] = lag
-        return RolloutBatch(metrics, self._minibatches(trained))
+        before = {entry.group: entry.trained_before for entry in trained if entry.trained_before}
+        rewards_before = {group: [*map(self._reward, self._usable(others))] for group, others in before.items()}
+        return RolloutBatch(metrics, self._minibatches(trained), self.prompts_taken, rewards_before)
 
     def select_trajectories(self) -> tuple[list[Trajectory], list[Trajectory]]:
         """Returns the trajectories to train on, and all that were sampled.
 
-        Training leaves out `excluded` trajectories, truncated ones if `overlong` masks them, and groups of
-        which only one trajectory is left. Dynamic sampling also excludes groups whose rewards are all equal, and
-        samples other groups in their place, at most `dynamic_sampling` times.
+        Training leaves out trajectories that are not `trainable`, truncated ones if `overlong` masks them, and groups
+        of which only one trajectory is left. Dynamic sampling also excludes groups whose rewards are all equal, and
+        samples other groups in their place, at most `dynamic_sampling` times and while the epochs have prompts.
+        Episodes carried over from earlier steps join once they are done, beside the step's prompts.
         """
         config = self.config
         trained: list[Trajectory] = []
         sampled: list[Trajectory] = []
+        wanted = self.prompts_of_step(self.step)
         for _ in range(1 + config.dynamic_sampling):
-            missing = self.prompts_of_step(self.step) - len({trajectory.group for trajectory in trained})
+            missing = wanted - len({trajectory.group for trajectory in trained})
+            if config.epochs is not None:  # replacements take prompts of the epochs too
+                missing = min(missing, self.step_sizes.total - self.prompts_taken)
             if not missing:
                 break
+            self._set_prompts_taken(self.step + 1, self.prompts_taken + missing)
             trajectories = self.queue.take(missing, self.step)
             sampled += trajectories
-            usable = [
-                trajectory
-                for trajectory in trajectories
-                if not trajectory.excluded and not (config.overlong == "mask" and trajectory.truncated)
-            ]
-            sizes = Counter(trajectory.group for trajectory in usable)
-            groups = self._groups_with_different_rewards(usable) if config.dynamic_sampling else sizes.keys()
-            trained += [
-                trajectory
-                for trajectory in usable
-                if sizes[trajectory.group] >= self.min_group_size and trajectory.group in groups
-            ]
-        return trained, sampled
+            trained += self._of_complete_groups(trajectories)
+        carried = self.queue.take_carried(self.step) if self.queue.carries else []
+        return trained + self._of_complete_groups(carried), sampled + carried
+
+    def _of_complete_groups(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Returns the usable trajectories of groups with `min_group_size` of them, counting those trained on before."""
+        usable = self._usable(trajectories)
+        before = {entry.group: self._usable(entry.trained_before) for entry in usable}
+        sizes = Counter(trajectory.group for trajectory in usable)
+        groups = self._groups_with_different_rewards(usable) if self.config.dynamic_sampling else sizes.keys()
+        complete = {group for group in groups if sizes[group] + len(before[group]) >= self.min_group_size}
+        return [trajectory for trajectory in usable if trajectory.group in complete]
+
+    def _usable(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        masks = self.config.overlong == "mask"
+        return [entry for entry in trajectories if entry.trainable and not (masks and entry.truncated)]
 
     def add_advantages(self, rows: RolloutRows) -> tuple[list[Batch], StepMetrics]:
         """Returns the minibatches of this rank with their advantages, and metrics. Every rank calls it."""
-        rewards, groups = rows.column(REWARD), rows.gather(rows.column(GROUP))
         penalties, metrics = [torch.zeros(len(mask)) for mask in rows.column(MASK)], dict[str, Any]()
         if self.config.reward_kl is not None:
             penalties = reward_penalties(rows, self.config.reward_kl)
@@ -277,17 +314,19 @@ class GRPOTrainer(Trainer):
         assert isinstance(self.config, GRPOConfig)
         estimator = self.config.advantages
         if estimator.startswith("reinforce_plus_plus"):
+            rewards = rows.column(REWARD)
             if estimator.endswith("_baseline"):
-                rewards = rows.local(grpo(rows.gather(rewards), groups, scale_by_std=False).tolist())
+                rewards = rows.group_advantages(scale_by_std=False)
             by_token = reinforce_plus_plus(rewards, rows.column(MASK), penalties=penalties, all_sum=rows.sum)
             return rows.with_columns({"advantages": by_token}), metrics
-        penalized = [reward - float(penalty.sum()) for reward, penalty in zip(rewards, penalties, strict=True)]
-        leave_one_out, scale_by_std = estimator in ("grpo_loo", "rloo"), estimator in ("grpo", "grpo_loo")
-        advantages = grpo(rows.gather(penalized), groups, leave_one_out=leave_one_out, scale_by_std=scale_by_std)
-        return rows.with_columns({"advantages": rows.local(advantages.tolist())}), metrics
+        advantages = rows.group_advantages(
+            [float(penalty.sum()) for penalty in penalties],
+            leave_one_out=estimator in ("grpo_loo", "rloo"),
+            scale_by_std=estimator in ("grpo", "grpo_loo"),
+        )
+        return rows.with_columns({"advantages": advantages}), metrics
 
     def train_minibatch(self, minibatch: Batch) -> StepMetrics:
-        """Runs one optimizer step and returns its metrics."""
         return self.train_batch(minibatch, self.objective)
 
     def train_minibatches(self, batch: RolloutBatch) -> StepMetrics:
@@ -297,7 +336,8 @@ class GRPOTrainer(Trainer):
         # All log-probs are computed before the first update, with the weights that all minibatches start from.
         scored = [self._with_logprobs(minibatch) for minibatch in batch.minibatches]
         controller = self.rollout_sampler.rollout_engine.controller
-        minibatches, advantage_metrics = self.add_advantages(RolloutRows(scored, self.engine.mesh, controller.group))
+        rows = RolloutRows(scored, self.engine.mesh, controller.group, batch.rewards_before)
+        minibatches, advantage_metrics = self.add_advantages(rows)
         results = [
             self.train_minibatch(minibatch) for _ in range(self.config.rollout_epochs) for minibatch in minibatches
         ]
@@ -331,15 +371,23 @@ class GRPOTrainer(Trainer):
     def _minibatches(self, trajectories: Sequence[Trajectory]) -> list[Batch]:
         """Returns the minibatches, with the columns that need no forward pass. Groups are assigned round-robin."""
         config = self.config
-        transcripts = [trajectory.transcript for trajectory in trajectories]
+        sequences = [
+            (number, trajectory, transcript)
+            for number, trajectory in enumerate(trajectories)
+            for transcript in trajectory.transcripts
+        ]
+        numbers = [number for number, _, _ in sequences]
+        transcripts = [transcript for _, _, transcript in sequences]
+        groups = [trajectory.group for _, trajectory, _ in sequences]
+        positive = [float(trajectory.reward >= 1.0) for _, trajectory, _ in sequences]
         logprobs = [torch.tensor(transcript.logprobs) for transcript in transcripts]
-        masks = [transcript.mask for transcript in transcripts]
-        groups = [trajectory.group for trajectory in trajectories]
-        positive = [float(trajectory.reward >= 1.0) for trajectory in trajectories]
-        columns = policy_columns(masks, groups, positive, logprobs)
-        columns |= {REWARD: [self._reward(trajectory) for trajectory in trajectories], GROUP: groups}
+        columns = policy_columns([transcript.mask for transcript in transcripts], groups, numbers, positive, logprobs)
+        rewards = [self._reward(trajectory) for _, trajectory, _ in sequences]
+        columns |= {REWARD: rewards, GROUP: groups, TRAJECTORY: numbers}
         if config.replay_routing:
-            columns[ROUTING] = routing_column(trajectories)
+            columns[ROUTING] = routing_column(transcripts)
+        if config.masks_sampling:
+            columns[SAMPLING_MASK] = sampling_mask_column(transcripts)
         count = config.minibatches
         group_indices = {group: index for index, group in enumerate(dict.fromkeys(groups))}
         minibatches = []
@@ -347,20 +395,21 @@ class GRPOTrainer(Trainer):
             rows = [row for row, group in enumerate(groups) if group_indices[group] % count == number]
             if rows:
                 minibatch_columns = {name: [values[row] for row in rows] for name, values in columns.items()}
-                sequences = [transcripts[row].tokens for row in rows]
-                minibatches.append(Batch(sequences, minibatch_columns, temperature=config.sampling.temperature))
+                tokens = [transcripts[row].tokens for row in rows]
+                minibatches.append(Batch(tokens, minibatch_columns, temperature=config.sampling.temperature))
         return minibatches
 
     def _with_logprobs(self, batch: Batch) -> Batch:
         """Adds log-probs of the trainer and of the reference, as configured."""
         columns: dict[str, Any] = dict(batch.columns)
+        masks = {SAMPLING_MASK: columns[SAMPLING_MASK]} if SAMPLING_MASK in columns else {}
         with self.timer("logprobs"):
             if self.config.old_logprobs == "recompute":
                 routing = {ROUTING: columns[ROUTING]} if ROUTING in columns else {}
-                scored = self.engine.logprobs(replace(batch, columns=routing))
+                scored = self.engine.logprobs(replace(batch, columns=routing | masks))
                 columns["old_logprobs"] = scored.logprob
-            if self.reference is not None:  # it routes tokens itself
-                scored = self.reference.logprobs(replace(batch, columns={}))
+            if self.reference is not None:  # its own routers choose experts
+                scored = self.reference.logprobs(replace(batch, columns=masks))
                 columns["reference_logprobs"] = scored.logprob
         return replace(batch, columns=columns)
 
@@ -370,69 +419,70 @@ class GRPOTrainer(Trainer):
         return trajectory.reward - config.overlong_penalty * fraction
 
     def _groups_with_different_rewards(self, trajectories: Sequence[Trajectory]) -> set[int]:
-        """Returns the groups whose rewards are not all equal."""
         rewards: dict[int, set[float]] = {}
         for trajectory in trajectories:
-            rewards.setdefault(trajectory.group, set()).add(self._reward(trajectory))
+            compared = [trajectory, *self._usable(trajectory.trained_before)]
+            rewards.setdefault(trajectory.group, set()).update(map(self._reward, compared))
         return {group for group, values in rewards.items() if len(values) > 1}
+
+    @classmethod
+    def checks(cls, inputs: PreflightInputs) -> list[Check]:
+        config: PolicyConfig = inputs.config
+        trial, numbers = trial_batch(config), [torch.zeros(len(sequence)) for sequence in TRIAL_SEQUENCES]
+        trial = replace(trial, columns={**trial.columns, **dict.fromkeys(cls.trial_columns, numbers)})
+
+        def example(task: Task, options: Mapping[str, Any]) -> EncodedSequence:
+            return warm_start_example(task, inputs.tokenizer, inputs.limit, options)
+
+        warm_start = example if config.warm_start.steps else None
+        names = environments_of(config.environment)
+        epochs_check = [
+            Check("epochs", lambda: _check_epochs(inputs), after=tuple(f"tasks {name}".strip() for name in names))
+        ]
+        return [
+            *training_checks(inputs, trial),
+            *record_checks(inputs),
+            *second_model_check(inputs, "reference_model", config.reference_model),
+            *(
+                check
+                for name, part in environments_of(config.environment).items()
+                for check in environment_checks(
+                    inputs, part, config.sampling, name=name, example=warm_start, held_out=config.evaluation
+                )
+            ),
+            *(epochs_check if config.epochs is not None else []),
+            *evaluation_set_checks(inputs, config.evaluation.sets, config.sampling, "evaluation.sets"),
+            *(
+                check
+                for name, part in environments_of(config.environment).items()
+                for check in training_overlap_checks(part, config.evaluation, name)
+            ),
+            *server_checks(
+                inputs,
+                config.rollout,
+                config.sampling,
+                ServerUse(
+                    gets_weights=True,
+                    compares_logprobs=config.old_logprobs == "rollout",
+                    masks_sampling=config.masks_sampling,
+                    replays_routing=config.replay_routing,
+                ),
+            ),
+        ]
 
 
 def trial_batch(config: PolicyConfig) -> Batch:
     """Returns a batch for the objective's trial call: two prompts, each with a good and a bad completion."""
     logprobs = [torch.full((len(sequence),), -1.0) for sequence in TRIAL_SEQUENCES]
     masks = [sequence.mask for sequence in TRIAL_SEQUENCES]
-    columns = policy_columns(masks, [0, 0, 1, 1], [1.0, 0.0, 1.0, 0.0], logprobs)
+    columns = policy_columns(masks, [0, 0, 1, 1], range(4), [1.0, 0.0, 1.0, 0.0], logprobs)
     columns["advantages"] = [1.0, -1.0, 1.0, -1.0]
     if config.has_reference:
         columns["reference_logprobs"] = logprobs
+    if config.masks_sampling:
+        columns[SAMPLING_MASK] = [torch.tensor(sequence.tokens)[:, None] + 1 for sequence in TRIAL_SEQUENCES]
     sequences = [sequence.tokens for sequence in TRIAL_SEQUENCES]
     return Batch(sequences, columns, temperature=config.sampling.temperature)
-
-
-def checks(inputs: PreflightInputs, extra_columns: Mapping[str, Any] | None = None) -> list[Check]:
-    """Returns the preflight checks. `extra_columns` are added to the batch of the objective's trial call."""
-    config: PolicyConfig = inputs.config
-    trial = trial_batch(config)
-    trial = replace(trial, columns={**trial.columns, **(extra_columns or {})})
-
-    def example(task: Task, options: Mapping[str, Any]) -> EncodedSequence:
-        return warm_start_example(task, inputs.tokenizer, inputs.limit, options)
-
-    warm_start = example if config.warm_start.steps else None
-    names = environments_of(config.environment)
-    epochs_check = [
-        Check("epochs", lambda: _check_epochs(inputs), after=tuple(f"tasks {name}".strip() for name in names))
-    ]
-    routing_checks = [Check("replay_routing", lambda: _check_replay(inputs), after=("model",))]
-    return [
-        *training_checks(inputs, trial),
-        *(routing_checks if config.replay_routing else []),
-        *second_model_check(inputs, "reference_model", config.reference_model),
-        *(
-            check
-            for name, part in environments_of(config.environment).items()
-            for check in environment_checks(
-                inputs, part, config.sampling, name=name, example=warm_start, held_out=config.evaluation
-            )
-        ),
-        *(epochs_check if config.epochs is not None else []),
-        *evaluation_set_checks(inputs, config.evaluation.sets, config.sampling, "evaluation.sets"),
-        *(
-            check
-            for name, part in environments_of(config.environment).items()
-            for check in training_overlap_checks(part, config.evaluation, name)
-        ),
-        *server_checks(
-            inputs,
-            config.rollout,
-            config.sampling,
-            gets_weights=True,
-            compares_logprobs=config.old_logprobs == "rollout",
-        ),
-    ]
-
-
-run = partial(run_recipe, GRPOTrainer)
 
 
 def _check_epochs(inputs: PreflightInputs) -> str:
@@ -442,15 +492,5 @@ def _check_epochs(inputs: PreflightInputs) -> str:
     steps = StepSizes.of_epochs(config.prompts_per_step, config.epochs or 1, tasks).steps
     if not config.evaluation.sets:
         config.check_steps(steps)
-    return f"{'about ' * bool(config.evaluation.sets)}{steps:,} steps for {config.epochs:g} × {tasks:,} tasks"
-
-
-def _check_replay(inputs: PreflightInputs) -> str:
-    _, model_config = inputs.model
-    routers = model_config.routers
-    if not routers:
-        raise ValueError(
-            f"replay_routing sends tokens to the experts that they were sampled with, but {inputs.config.model} has "
-            "no experts. Set it to false."
-        )
-    return f"{len(routers)} MoE blocks"
+    bound = "at most " if config.dynamic_sampling else "about " if config.evaluation.sets else ""
+    return f"{bound}{steps:,} steps for {config.epochs:g} × {tasks:,} tasks"

@@ -37,6 +37,13 @@ class HeadConfig(TypedDict, total=False):
     backend: Literal['auto', 'torch', 'triton', 'logits']; memory_budget: int | None
 class WorkerLimits(TypedDict, total=False):
     memory_gib: float | None; file_gib: float; processes: int; reply_mib: float; secrets: Sequence[str]
+class AgentLimits(TypedDict, total=False):
+    seconds: float; model_calls: int; tokens: int; concurrent_calls: int; memory_gib: float | None; processes: int
+    file_gib: float; disk_gib: float; output_mib: float
+class Prefix(TypedDict, total=False):
+    kind: Literal['prefix']; words: Sequence[str]
+class Bubblewrap(TypedDict, total=False):
+    kind: Literal['bubblewrap']; mounts: Sequence[str]; arguments: Sequence[str]
 class PolicyGradient(TypedDict, total=False):
     kind: Literal['policy']; surrogate: Literal['clip', 'cispo', 'reinforce']
     ratio: Literal['token', 'sequence', 'on_policy']; clip_low: float; clip_high: float; dual_clip: float | None
@@ -68,9 +75,13 @@ class KTO(TypedDict, total=False):
     kind: Literal['kto']; beta: float; desirable_weight: float; undesirable_weight: float; mask: str
 class BradleyTerry(TypedDict, total=False):
     kind: Literal['bradley_terry']; margin: float; margins: bool; centring: float
+class Container(TypedDict, total=False):
+    image: str; mounts: Sequence[str]; arguments: Sequence[str]
 class Distill(TypedDict, total=False):
     kind: Literal['distill']; over: str; forward: float; outside: Literal['bucket', 'renormalise', 'ignore']; nll: float
     temperature: float
+class ObserveSettings(Settings, total=False):
+    metrics_port: int | None; metrics_host: str; traces: bool
 class ClusterSettings(Settings, total=False):
     cpus_per_rank: int | None; gpus_per_rank: float; cpus_per_worker: float; max_restarts: int
 class MTPSettings(Settings, total=False):
@@ -94,6 +105,10 @@ class WeightSettings(Settings, total=False):
     weight: float
 class RewardModelFields(Settings, total=False):
     model: str; device: Literal['cpu', 'cuda'] | None; budget: int; trust_remote_code: bool
+class DockerLike(Container, total=False):
+    pass
+class Apptainer(Container, total=False):
+    kind: Literal['apptainer']
 class EnvironmentMixture(Settings, total=False):
     kind: Literal['mixture']; environments: Sequence[Environments]
 class SamplingSettings(Settings, total=False):
@@ -104,7 +119,7 @@ class SharingSettings(Settings, total=False):
 class ProbeSettings(Settings, total=False):
     probe_limit: float | None
 class SyncSettings(Settings, total=False):
-    sync: Literal['disk', 'network']; sync_timeout: float; checksum_every: int
+    sync: Literal['disk', 'network', 'ipc', 'delta'] | None; sync_timeout: float; checksum_every: int
 class Asynchrony(Settings, total=False):
     max_staleness: int
 class WarmStart(Settings, total=False):
@@ -120,7 +135,8 @@ class OnPolicyData(Settings, total=False):
     samples_per_prompt: int; save_completions: bool
 class RunConfig(Settings, ForwardOptions, total=False):
     model: str; chat_template: Path | None; trust_remote_code: bool; run: Path; context_length: int | None
-    dtype: Literal['float32', 'bfloat16'] | None; loggers: Sequence[str]; cluster: ClusterSettings
+    dtype: Literal['float32', 'bfloat16'] | None; loggers: Sequence[str]; observe: ObserveSettings
+    cluster: ClusterSettings
 class ExampleMixture(Mixture, total=False):
     kind: Literal['mixture']; datasets: Sequence[Examples]
 class PairMixture(Mixture, total=False):
@@ -141,6 +157,10 @@ class JudgeSettings(WeightSettings, total=False):
     scores: Mapping[str, float]; lowest: float | None; highest: float | None; unparsable_reward: float | None
     temperature: float; max_new_tokens: int; timeout: float; retries: int; concurrency: int; key_variable: str | None
     extra: Mapping[str, Any]
+class Docker(DockerLike, total=False):
+    kind: Literal['docker']
+class Podman(DockerLike, total=False):
+    kind: Literal['podman']
 class EvaluationSettings(PassSettings, total=False):
     every: int; at_start: bool; tasks: int | None; split_by: Literal['prompt', 'row']
     sets: Mapping[str, EvaluationSetSettings]
@@ -154,6 +174,10 @@ class ModelRewardSettings(WeightSettings, RewardModelFields, total=False):
     kind: Literal['reward_model']
 class TurnSettings(ScoredSettings, total=False):
     max_turns: int; unfinished_reward: float; keep_reasoning: bool
+class EpisodeRunSettings(ScoredSettings, total=False):
+    sampling: Literal['config', 'agent']; branches: Literal['all', 'last']; keep_reasoning: bool
+    unfinished_reward: float; concurrency: int; episode_workers: int; stragglers: Literal['wait', 'drop', 'carry']
+    needed_share: float; limits: AgentLimits
 class NativeRollout(SharingSettings, ProbeSettings, total=False):
     kind: Literal['native']; kv_cache_dtype: Literal['auto', 'fp8']; batch_invariant: bool
     quantization: Literal['fp8'] | None
@@ -175,6 +199,8 @@ class Pairs(TrainingDataset, total=False):
 class OpenEnvSettings(TurnSettings, total=False):
     kind: Literal['openenv']; address: str; action: str; observation: str | None; size: int; chat: bool
     system: str | None
+class VerifiersSettings(EpisodeRunSettings, total=False):
+    kind: Literal['verifiers']; settings: Mapping[str, Any]; size: int
 class LaunchedServers(ConnectionSettings, total=False):
     count: int; cpus: float; arguments: Sequence[str]; env: Mapping[str, str]; start_timeout: float; max_restarts: int
 class SupervisedConfig(TrainingConfig, total=False):
@@ -186,13 +212,16 @@ class PolicyConfig(TrainingConfig, total=False):
     samples_per_prompt: int; sampling: SamplingSettings; rollout: Rollout; asynchrony: Asynchrony
     objective: PolicyGradient | ObjectiveFile | Code | Literal['policy', 'file']; reference: bool
     reference_model: str | None; reference_every: int; reward_kl: RewardKL | None; minibatches: int; rollout_epochs: int
-    old_logprobs: Literal['rollout', 'recompute']; replay_routing: bool; dynamic_sampling: int
+    old_logprobs: Literal['rollout', 'recompute']; replay_routing: bool; sampling_mask: bool; dynamic_sampling: int
     overlong: Literal['learn', 'mask']; overlong_penalty: float; overlong_buffer: int; save_completions: bool
     warm_start: WarmStart; evaluation: EvaluationSettings
 class DatasetSettings(PromptSettings, ScoredSettings, total=False):
     kind: Literal['dataset']
 class RewardModelSettings(PromptSettings, RewardModelFields, total=False):
     kind: Literal['reward_model']
+class AgentSettings(DatasetPath, EpisodeRunSettings, total=False):
+    kind: Literal['agent']; prompt: str; answer: str; task_columns: Sequence[str]; command: Sequence[Path]
+    function: Code | None; url: str | None; sandbox: Sandbox | None
 class RunningServers(ConnectionSettings, SyncSettings, total=False):
     kind: Literal['server']; urls: Sequence[str]
     api: Literal['auto', 'postlude', 'vllm', 'sglang', 'llama.cpp', 'openai'] | Code; model: str | None
@@ -200,12 +229,12 @@ class RunningServers(ConnectionSettings, SyncSettings, total=False):
 class LaunchedGenerators(LaunchedServers, total=False):
     kind: Literal['generators']; device: Literal['cpu', 'cuda'] | None; gpus: float; threads: int
 class SFTConfig(SupervisedConfig, total=False):
-    data: Examples | ExampleMixture | Sequence[Examples] | Rows | Literal['mixture']
+    data: Examples | ExampleMixture | Rows | Sequence[Examples] | Literal['mixture']
     objective: SFT | ObjectiveFile | Code | Literal['sft', 'file']
 class PairConfig(SupervisedConfig, total=False):
-    data: Pairs | PairMixture | Sequence[Pairs] | Rows | Literal['mixture']
+    data: Pairs | PairMixture | Rows | Sequence[Pairs] | Literal['mixture']
 class KTOConfig(SupervisedConfig, total=False):
-    data: LabelledExamples | LabelledMixture | Sequence[LabelledExamples] | Rows | Literal['mixture']
+    data: LabelledExamples | LabelledMixture | Rows | Sequence[LabelledExamples] | Literal['mixture']
     objective: KTO | ObjectiveFile | Code | Literal['kto', 'file']
 class GRPOConfig(PolicyConfig, total=False):
     advantages: Literal['grpo', 'grpo_loo', 'dr_grpo', 'rloo', 'reinforce_plus_plus', 'reinforce_plus_plus_baseline']
@@ -228,10 +257,11 @@ class ConversationSettings(MultiTurnSettings, total=False):
 class ToolSettings(MultiTurnSettings, total=False):
     kind: Literal['tools']; tools: Sequence[Code]; format: Code
 Rewards = FunctionRewardSettings | ModelRewardSettings | JudgeSettings | Code | Literal['function', 'reward_model', 'judge']
-Environments = ReasoningGymSettings | DatasetSettings | RewardModelSettings | ConversationSettings | ToolSettings | EpisodeSettings | OpenEnvSettings | Literal['reasoning_gym', 'dataset', 'reward_model', 'conversation', 'tools', 'episodes', 'openenv']
-Environment = ReasoningGymSettings | DatasetSettings | RewardModelSettings | ConversationSettings | ToolSettings | EpisodeSettings | OpenEnvSettings | EnvironmentMixture | Sequence[Environments] | Literal['reasoning_gym', 'dataset', 'reward_model', 'conversation', 'tools', 'episodes', 'openenv', 'mixture']
+Sandbox = Prefix | Bubblewrap | Docker | Podman | Apptainer | Literal['prefix', 'bubblewrap', 'docker', 'podman', 'apptainer']
+Environments = ReasoningGymSettings | DatasetSettings | RewardModelSettings | ConversationSettings | ToolSettings | EpisodeSettings | OpenEnvSettings | AgentSettings | VerifiersSettings | Literal['reasoning_gym', 'dataset', 'reward_model', 'conversation', 'tools', 'episodes', 'openenv', 'agent', 'verifiers']
+Environment = ReasoningGymSettings | DatasetSettings | RewardModelSettings | ConversationSettings | ToolSettings | EpisodeSettings | OpenEnvSettings | AgentSettings | VerifiersSettings | EnvironmentMixture | Sequence[Environments] | Literal['reasoning_gym', 'dataset', 'reward_model', 'conversation', 'tools', 'episodes', 'openenv', 'agent', 'verifiers', 'mixture']
 Rollout = NativeRollout | RunningServers | LaunchedGenerators | LaunchedVLLM | str | Literal['native', 'server', 'generators', 'vllm']
-Data = Examples | OnPolicyData | ExampleMixture | Sequence[Examples] | Rows | Literal['examples', 'on_policy', 'mixture']
+Data = Examples | OnPolicyData | ExampleMixture | Rows | Sequence[Examples] | Literal['examples', 'on_policy', 'mixture']
 class DistillFunction(Protocol):
     def __call__(
         self, config: Config = None, /, *, device: str | None = None, nproc: int | None = None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ import torch
 from postlude.data import Batch
 from postlude.data.chat import EncodedSequence
 from postlude.objectives.preference import BATCH_KL, DESIRABLE, REFERENCE
-from postlude.recipes.checks.dataset import dataset_checks
 from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs, training_checks
 from postlude.recipes.config.data import LabelledExamples, datasets_of
@@ -20,9 +18,8 @@ from postlude.recipes.config.recipe_configs import MASK, KTOConfig
 from postlude.recipes.config.settings import build_objective
 from postlude.recipes.dataset import LabelledRows, read_column
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
-from postlude.recipes.supervised import SupervisedTrainer
+from postlude.recipes.supervised import SupervisedTrainer, dataset_checks
 from postlude.recipes.trainer import StepMetrics
-from postlude.recipes.training_run import run_recipe
 
 LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 
@@ -47,11 +44,9 @@ class KTOTrainer(SupervisedTrainer[LabelledRow]):
         self.reference = self.engine.reference()
 
     def read_rows(self, data: LabelledExamples) -> LabelledRows[LabelledRow]:
-        """Returns the rows as tokens with their labels."""
         return LabelledRows(self.encode_rows(data), read_column(data, data.label, read_label), LabelledRow)
 
     def make_row(self, encoded: EncodedSequence, row: Mapping[str, Any], location: str, data: Any) -> LabelledRow:
-        """Returns the tokens of a row of a stream with its label."""
         return LabelledRow(encoded, read_label(row, location, data.label))
 
     def sequences_of(self, row: LabelledRow) -> Sequence[EncodedSequence]:
@@ -74,6 +69,18 @@ class KTOTrainer(SupervisedTrainer[LabelledRow]):
         kl = max(sum(deltas) / len(deltas), 0.0)
         columns = {**batch.columns, REFERENCE: reference, BATCH_KL: [kl] * len(rows)}
         return replace(batch, columns=columns), {}
+
+    @staticmethod
+    def checks(inputs: PreflightInputs) -> list[Check]:
+        trial = _batch(TRIAL_SEQUENCES, [1.0, 0.0, 1.0, 0.0])
+        numbers = [torch.full((length,), -1.0) for length in trial.lengths]
+        trial = replace(trial, columns={**trial.columns, REFERENCE: numbers, BATCH_KL: [0.1] * len(trial)})
+
+        return [
+            *training_checks(inputs, trial),
+            *dataset_checks(inputs, inputs.config.data),
+            Check("labels", lambda: check_labels(datasets_of(inputs.config.data))),
+        ]
 
 
 def unrelated_pairs(sequences: Sequence[EncodedSequence], budget: int) -> list[EncodedSequence]:
@@ -112,18 +119,3 @@ def check_labels(datasets: Sequence[LabelledExamples]) -> str:
 def _batch(sequences: Sequence[EncodedSequence], desirable: Sequence[float]) -> Batch:
     columns: dict[str, Any] = {MASK: [sequence.mask for sequence in sequences], DESIRABLE: list(desirable)}
     return Batch([sequence.tokens for sequence in sequences], columns)
-
-
-def checks(inputs: PreflightInputs) -> list[Check]:
-    trial = _batch(TRIAL_SEQUENCES, [1.0, 0.0, 1.0, 0.0])
-    numbers = [torch.full((length,), -1.0) for length in trial.lengths]
-    trial = replace(trial, columns={**trial.columns, REFERENCE: numbers, BATCH_KL: [0.1] * len(trial)})
-
-    return [
-        *training_checks(inputs, trial),
-        *dataset_checks(inputs, inputs.config.data),
-        Check("labels", lambda: check_labels(datasets_of(inputs.config.data))),
-    ]
-
-
-run = partial(run_recipe, KTOTrainer)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,15 @@ from postlude.data import Batch
 from postlude.engine import Engine
 from postlude.objectives import ActorCritic, ValueLoss
 from postlude.objectives.advantages import gae, whiten
-from postlude.recipes.checks.objective_trial import TRIAL_SEQUENCES
 from postlude.recipes.checks.preflight import Check, PreflightInputs
 from postlude.recipes.checks.second_model import second_model_check
 from postlude.recipes.config.policy_configs import PPOConfig
 from postlude.recipes.grpo import GRPOTrainer
-from postlude.recipes.grpo import checks as rollout_checks
 from postlude.recipes.report.metrics import LOSS, REWARD_KL, SHARED, SKIPPED
 from postlude.recipes.rollout_columns import MASK, REWARD, RolloutRows, penalty_mean, reward_penalties
 from postlude.recipes.run.health import CRITIC  # also the directory of the critic's checkpoints
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.trainer import StepMetrics
-from postlude.recipes.training_run import run_recipe
 from postlude.world.agreement import on_rank0
 
 
@@ -36,6 +32,7 @@ class PPOTrainer(GRPOTrainer):
     name = "ppo"
     config: PPOConfig
     min_group_size = 1
+    trial_columns = ("returns", "old_values")
 
     def __init__(self, config: PPOConfig, device: str, runtime: Runtime = LOCAL_RUNTIME) -> None:
         self.critic: Engine | None = None
@@ -49,7 +46,6 @@ class PPOTrainer(GRPOTrainer):
 
     @property
     def is_critic_warmup(self) -> bool:
-        """Whether this step trains the critic alone."""
         return self.step - self.warm_start_steps < self.config.critic.warmup
 
     def add_advantages(self, rows: RolloutRows) -> tuple[list[Batch], StepMetrics]:
@@ -109,7 +105,6 @@ class PPOTrainer(GRPOTrainer):
         super().save_models(checkpoint, extra)
 
     def prune_checkpoints(self, best: int | None) -> None:
-        """Deletes old checkpoints, and their critics."""
         super().prune_checkpoints(best)
         if self.critic is not None:
             on_rank0(self._prune_critics)
@@ -118,6 +113,7 @@ class PPOTrainer(GRPOTrainer):
         """Loads a checkpoint, and the critic's of the same step."""
         extra = super().restore(checkpoint)
         if self.critic is not None:
+            self.critic.set_optimizer(self.config.fit_critic_optimizer(self.step_sizes.steps))
             self.critic.load(self.run.path / CRITIC / checkpoint.name)
         return extra
 
@@ -126,6 +122,10 @@ class PPOTrainer(GRPOTrainer):
         for critic in sorted((self.run.path / CRITIC).iterdir()):
             if critic.name not in checkpoints:
                 shutil.rmtree(critic)
+
+    @classmethod
+    def checks(cls, inputs: PreflightInputs) -> list[Check]:
+        return [*super().checks(inputs), *second_model_check(inputs, "critic.model", inputs.config.critic.model)]
 
 
 def _value_metrics(rows: RolloutRows, values: list[torch.Tensor], returns: list[torch.Tensor]) -> StepMetrics:
@@ -146,14 +146,3 @@ def _value_metrics(rows: RolloutRows, values: list[torch.Tensor], returns: list[
     if total:
         metrics["explained_variance"] = 1.0 - unexplained / total
     return metrics
-
-
-def checks(inputs: PreflightInputs) -> list[Check]:
-    numbers = [torch.zeros(len(sequence)) for sequence in TRIAL_SEQUENCES]
-    return [
-        *rollout_checks(inputs, {"returns": numbers, "old_values": numbers}),
-        *second_model_check(inputs, "critic.model", inputs.config.critic.model),
-    ]
-
-
-run = partial(run_recipe, PPOTrainer)

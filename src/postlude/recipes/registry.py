@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.start_mode import CHECKPOINTS, EXPORTED_MODEL, RESUME_NEWEST, STEP, StartMode
@@ -18,52 +18,44 @@ if TYPE_CHECKING:
     from postlude.recipes.run.runtime import Runtime
 
 
-class RecipeCode(NamedTuple):
-    """The functions of a recipe's file."""
-
-    checks: Callable[[PreflightInputs], list[Check]]
-    run: Callable[..., RunOutcome]
-    """run(config, device, start_mode, runtime)"""
-
-
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe. Its file is imported, and torch with it, when `checks` or `run` is called."""
+    """A recipe: a class of trainers with `checks`. Its file is imported, and torch with it, when it checks or runs."""
 
     command: str
     help: str
 
-    def checks(self, inputs: PreflightInputs) -> list[Check]:
-        """Returns the preflight checks, which run in the process of the command."""
-        return self.load_code().checks(inputs)
-
-    def run(
-        self, config: Any, device: str, start_mode: StartMode = RESUME_NEWEST, runtime: Runtime | None = None
-    ) -> RunOutcome:
-        """Runs the recipe. Every rank calls it."""
-        return self.load_code().run(config, device, start_mode, *([] if runtime is None else [runtime]))
-
-    def load_code(self) -> RecipeCode:
-        """Imports the recipe's file."""
-        run: Callable[..., RunOutcome]
+    @property
+    def trainer(self) -> Any:
+        Trainer: Any
         match self.command:
             case "sft":
-                from postlude.recipes.sft import checks, run
+                from postlude.recipes.supervised import SFTTrainer as Trainer
             case "dpo":
-                from postlude.recipes.dpo import checks, run
+                from postlude.recipes.pairs import DPOTrainer as Trainer
             case "kto":
-                from postlude.recipes.kto import checks, run
+                from postlude.recipes.kto import KTOTrainer as Trainer
             case "rm":
-                from postlude.recipes.rm import checks, run
+                from postlude.recipes.pairs import RMTrainer as Trainer
             case "grpo":
-                from postlude.recipes.grpo import checks, run
+                from postlude.recipes.grpo import GRPOTrainer as Trainer
             case "ppo":
-                from postlude.recipes.ppo import checks, run
-            case "distill":
-                from postlude.recipes.distill import checks, run
+                from postlude.recipes.ppo import PPOTrainer as Trainer
             case _:
-                from postlude.recipes.evaluation import checks, run
-        return RecipeCode(checks, run)
+                from postlude.recipes.distill import DistillTrainer as Trainer
+        return Trainer
+
+    def checks(self, inputs: PreflightInputs) -> list[Check]:
+        """Returns the preflight checks, which run in the process of the command."""
+        checks: list[Check] = self.trainer.checks(inputs)
+        return checks
+
+    def run(
+        self, config: Any, device: str = "cpu", start_mode: StartMode = RESUME_NEWEST, runtime: Runtime | None = None
+    ) -> RunOutcome:
+        from postlude.recipes.training_run import run_training
+
+        return run_training(self.trainer(config, device, *([] if runtime is None else [runtime])), start_mode)
 
     def read(
         self,
@@ -80,7 +72,6 @@ class Recipe:
 
     @property
     def config(self) -> Any:
-        """The class of the config."""
         from postlude.recipes.config import policy_configs, recipe_configs
 
         return {
@@ -95,6 +86,22 @@ class Recipe:
         }[self.command]
 
 
+class EvalRecipe(Recipe):
+    """The recipe that trains nothing."""
+
+    def checks(self, inputs: PreflightInputs) -> list[Check]:
+        from postlude.recipes.evaluation import checks
+
+        return checks(inputs)
+
+    def run(
+        self, config: Any, device: str = "cpu", start_mode: StartMode = RESUME_NEWEST, runtime: Runtime | None = None
+    ) -> RunOutcome:
+        from postlude.recipes.evaluation import run
+
+        return run(config, device, start_mode, *([] if runtime is None else [runtime]))
+
+
 class UserRecipe(Recipe):
     """A trainer of the user, path/to/file.py:Trainer. Its attributes `Config` and `checks(inputs)` are the recipe's."""
 
@@ -102,7 +109,9 @@ class UserRecipe(Recipe):
     def load(cls, command: str) -> UserRecipe:
         """Runs the file and returns the recipe."""
         recipe = cls(command, f"the recipe {command}")
-        recipe.trainer.checks, recipe.trainer.Config  # noqa: B018  # each must exist before a run is started
+        for name in ("checks", "Config"):
+            if not hasattr(recipe.trainer, name):
+                raise AttributeError(f"{command} has no {name}; a trainer has the class Config and checks(inputs).")
         return recipe
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -111,21 +120,10 @@ class UserRecipe(Recipe):
 
     @cached_property
     def trainer(self) -> Any:
-        """The class of the trainer."""
         return load_callable(self.command, kind="trainer")
-
-    def load_code(self) -> RecipeCode:
-        """Returns the checks of the trainer, and what runs it."""
-        from postlude.recipes.training_run import run_training
-
-        def run(config: Any, device: str, start_mode: StartMode, *runtime: Runtime) -> RunOutcome:
-            return run_training(self.trainer(config, device, *runtime), start_mode)
-
-        return RecipeCode(self.trainer.checks, run)
 
     @property
     def config(self) -> Any:
-        """The class of its config."""
         return self.trainer.Config
 
 
@@ -137,7 +135,7 @@ def _run_name(model: str, command: str) -> str:
 
 
 RECIPES = {
-    command: Recipe(command, summary)
+    command: (EvalRecipe if command == "eval" else Recipe)(command, summary)
     for command, summary in (
         ("sft", "train on the completions of a dataset"),
         ("dpo", "train on pairs of completions, one preferred: DPO, IPO, SimPO, ORPO"),

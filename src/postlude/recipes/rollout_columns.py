@@ -4,33 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from postlude.data import Batch
 from postlude.objectives import RewardKL, weights
+from postlude.objectives.advantages import grpo
 from postlude.rollout.conversations import Trajectory
+from postlude.rollout.environments import Transcript
 from postlude.world.agreement import gather_and_decide
 from postlude.world.mesh import Mesh
 
 Value = TypeVar("Value")
-MASK, REWARD, GROUP = "response_mask", "reward", "group"
-"""Columns of a rollout before it has advantages: the sampled tokens, the reward of each completion and its prompt."""
+MASK, REWARD, GROUP, TRAJECTORY = "response_mask", "reward", "group", "trajectory"
+"""Columns that advantages are computed from: which tokens were sampled, and the reward, the prompt's number and the
+number of each sequence's trajectory."""
+BY_TRAJECTORY = (REWARD, GROUP, TRAJECTORY)
 
 
 def policy_columns(
     masks: Sequence[Any],
     groups: Sequence[int],
+    trajectories: Sequence[int],
     positive: Sequence[float],
     logprobs: Sequence[Tensor],
 ) -> dict[str, Any]:
-    """Returns the columns that a policy objective reads besides "advantages", one entry per sequence."""
+    """Returns the columns that a policy objective reads besides "advantages", one entry per sequence.
+
+    `groups` and `trajectories` are the numbers of each sequence's prompt and trajectory. In "sequence_mean" every
+    trajectory has the same weight, however many sequences it has.
+    """
     return {
         MASK: weights(masks),
-        "sequence_mean": weights(masks, "sequences"),
+        "sequence_mean": weights(masks, "groups", groups=trajectories),
         "group_mean": weights(masks, "groups", groups=groups),
         "positive": positive,
         "rollout_logprobs": logprobs,
@@ -38,17 +49,33 @@ def policy_columns(
     }
 
 
-def routing_column(trajectories: Sequence[Trajectory]) -> list[Tensor]:
-    """Returns the expert ids that routers chose for each trajectory when it was sampled, [length, routers, top_k]."""
-    transcripts = [trajectory.transcript for trajectory in trajectories]
+def routing_column(transcripts: Sequence[Transcript]) -> list[Tensor]:
+    """Returns the expert ids that routers chose for each transcript when it was sampled, [length, routers, top_k]."""
     routing = [transcript.routing for transcript in transcripts if transcript.routing is not None]
-    if len(routing) < len(trajectories):
+    if len(routing) < len(transcripts):
         raise ValueError(
             f"replay_routing needs the experts that sampled tokens were sent to, but "
-            f"{len(trajectories) - len(routing)} of {len(trajectories)} completions have none. Servers do not report "
-            "them: sample with Generator(record_routing=True), or set replay_routing to false."
+            f"{len(transcripts) - len(routing)} of {len(transcripts)} completions have none. Of servers only vLLM with "
+            "--enable-return-routed-experts reports them, and not with stop strings: sample with rollout: native or "
+            "vllm, or set replay_routing to false."
         )
     return routing
+
+
+def sampling_mask_column(transcripts: Sequence[Transcript]) -> list[Tensor]:
+    """Returns the tokens that each token was sampled from, ids plus 1, [length, k] int32 padded with 0.
+
+    k is the size of the largest mask of all transcripts.
+    """
+    size = max((len(mask) for transcript in transcripts for mask in transcript.sampling_mask), default=1) or 1
+    return [_padded_masks(transcript.sampling_mask, size) for transcript in transcripts]
+
+
+def _padded_masks(masks: Sequence[Sequence[int]], size: int) -> Tensor:
+    column = np.zeros((len(masks), size), dtype=np.int32)
+    for row, mask in enumerate(masks):
+        column[row, : len(mask)] = np.asarray(mask, dtype=np.int32) + 1
+    return torch.from_numpy(column)
 
 
 def overlong_fraction(trajectory: Trajectory, max_new_tokens: int, buffer: int) -> float:
@@ -58,14 +85,24 @@ def overlong_fraction(trajectory: Trajectory, max_new_tokens: int, buffer: int) 
     """
     if not buffer:
         return float(trajectory.truncated)
-    longest = max(len(completion.tokens) for completion in trajectory.completions)
+    longest = max((len(completion.tokens) for completion in trajectory.completions), default=0)
     return min(max((longest - max_new_tokens + buffer) / buffer, 0.0), 1.0)
 
 
 class RolloutRows:
-    """The sequences of a rollout, of which every data-parallel rank holds some. All ranks call its methods."""
+    """The sequences of a rollout, of which every data-parallel rank holds some. All ranks call its methods.
 
-    def __init__(self, minibatches: Sequence[Batch], mesh: Mesh, group: dist.ProcessGroup | None) -> None:
+    `rewards_before` are, by group, rewards of trajectories that an earlier step trained on.
+    """
+
+    def __init__(
+        self,
+        minibatches: Sequence[Batch],
+        mesh: Mesh,
+        group: dist.ProcessGroup | None,
+        rewards_before: Mapping[int, Sequence[float]] = MappingProxyType({}),
+    ) -> None:
+        self.rewards_before = rewards_before
         self.minibatches, self.dp_rank, self.group = minibatches, mesh.dp.rank, group
         self._owners = [
             [0] * len(minibatch) if minibatch.sharding is None else minibatch.sharding.owners
@@ -98,15 +135,32 @@ class RolloutRows:
         return torch.stack(list(by_rank.values())).sum(0)
 
     def with_columns(self, columns: Mapping[str, Sequence[Any]]) -> list[Batch]:
-        """Returns the minibatches with these columns of this rank's sequences, and without reward and group."""
+        """Returns the minibatches with these columns of this rank's sequences, and without those of trajectories."""
         minibatches, start = [], 0
         for minibatch in self.minibatches:
             end = start + len(minibatch.sequences)
-            other_columns = {name: values for name, values in minibatch.columns.items() if name not in (REWARD, GROUP)}
+            other_columns = {name: values for name, values in minibatch.columns.items() if name not in BY_TRAJECTORY}
             new_columns = {name: values[start:end] for name, values in columns.items()}
             minibatches.append(replace(minibatch, columns=other_columns | new_columns))
             start = end
         return minibatches
+
+    def group_advantages(self, penalties: Sequence[float] | None = None, **options: bool) -> list[float]:
+        """Returns the group-relative advantage of the trajectory of each of this rank's sequences.
+
+        Every trajectory counts once in its group, also those that an earlier step trained on. `penalties`, one for each
+        of this rank's sequences, are subtracted from the reward of its trajectory. `options` are those of `grpo`.
+        """
+        numbers, groups, rewards = (self.gather(self.column(name)) for name in (TRAJECTORY, GROUP, REWARD))
+        reward_of, group_of = dict(zip(numbers, rewards, strict=True)), dict(zip(numbers, groups, strict=True))
+        if penalties is not None:
+            for number, penalty in zip(numbers, self.gather(penalties), strict=True):
+                reward_of[number] -= penalty
+        before = [(group, reward) for group, rewards in self.rewards_before.items() for reward in rewards]
+        all_rewards = [*reward_of.values(), *(reward for _, reward in before)]
+        advantages = grpo(all_rewards, [*group_of.values(), *(group for group, _ in before)], **options).tolist()
+        advantage_of = dict(zip(reward_of, advantages[: len(reward_of)], strict=True))
+        return self.local([advantage_of[number] for number in numbers])
 
     def _by_rank(self, value: Value) -> dict[int, Value]:
         """Returns the value of each data-parallel rank. Ranks that hold the same sequences have the same value."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
@@ -14,6 +14,7 @@ from postlude.data.datasets import HeldOutRows, RowOrder, RowSource
 from postlude.recipes.report.metrics import ROWS
 from postlude.rollout.tasks import task_identity
 
+ROWS_TAKEN = "rows_taken"  # in a checkpoint: how many rows the steps so far took
 SEED_STRIDE = 1_000_003  # difference between the seeds of two parts of a mixture
 Row = TypeVar("Row")
 Row_co = TypeVar("Row_co", covariant=True)
@@ -50,22 +51,33 @@ class StepSizes:
 
     size: int
     total: int
+    least: int = 1
+    """A last step of fewer rows is left out."""
+    first_step: int = 0
+    """The first step of a continued run, whose `total` may have been another before."""
+    first_row: int = 0
+    """Rows that the steps before it took."""
 
     @classmethod
     def of_epochs(cls, size: int, epochs: float, rows: int, *, least: int = 1) -> Self:
-        """Returns those of passes over rows. A last step of fewer than `least` rows is left out."""
-        total = max(least, round(epochs * rows))
-        rest = total % size
-        return cls(size, total - rest if rest < least else total)
+        """Returns the sizes of the steps of `epochs` passes over `rows` rows."""
+        return cls(size, max(least, round(epochs * rows)), least)
+
+    def continued(self, step: int, rows: int) -> Self:
+        """Returns the sizes of a run whose steps before `step` took `rows` rows. Later steps take all that are left."""
+        return replace(self, first_step=step, first_row=rows)
 
     @property
     def steps(self) -> int:
-        """The number of steps."""
-        return -(-self.total // self.size)
+        full, rest = divmod(self.total - self.first_row, self.size)
+        return self.first_step + full + (rest >= self.least)
 
     def of_step(self, step: int) -> int:
-        """Returns the size of a step; 0 after the last."""
-        return max(0, min(self.size, self.total - step * self.size))
+        return max(0, min(self.size, self.total - self.rows_before(step))) if step < self.steps else 0
+
+    def rows_before(self, step: int) -> int:
+        """Returns how many rows the steps before this one take."""
+        return min(self.total, self.first_row + (step - self.first_step) * self.size)
 
 
 class OrderedRows(RowSource[Row]):
@@ -175,7 +187,6 @@ class MixedRows(RowSource[Row]):
         return min(source.progress for source in self.sources.values()) if size is None else sum(self.counts) / size
 
     def metrics(self) -> dict[str, float]:
-        """Returns the rows of each dataset so far."""
         return {f"{ROWS}{name}": float(count) for name, count in zip(self.sources, self.counts, strict=True)}
 
     def state(self) -> dict[str, Any]:
@@ -183,7 +194,6 @@ class MixedRows(RowSource[Row]):
         return {"weights": self.weights, "counts": list(self.counts), "sources": states}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from a state of the same datasets and weights."""
         if list(state.get("sources", ())) != list(self.sources) or list(state.get("weights", ())) != self.weights:
             raise ValueError(
                 f"the saved mixture is of {', '.join(state.get('sources', ())) or 'one dataset'} with weights "

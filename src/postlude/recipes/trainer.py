@@ -6,7 +6,6 @@ its rollouts.
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -27,10 +26,11 @@ from postlude.recipes.config.recipe_configs import MASK
 from postlude.recipes.config.settings import TrainingConfig
 from postlude.recipes.mtp import MTPLoss, model_source
 from postlude.recipes.report.metrics import LOSS, SHARED, SKIPPED
-from postlude.recipes.run.config_changes import MAY_CHANGE, check_same_config
+from postlude.recipes.run.config_changes import allowed_changes, check_same_config
 from postlude.recipes.run.directory import ReadOnlyRun, RunDirectory, check_run, is_rank0
 from postlude.recipes.run.health import Health
-from postlude.recipes.run.input_files import input_files
+from postlude.recipes.run.monitor import RunMonitor
+from postlude.recipes.run.progress import RunProgress
 from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
 from postlude.recipes.run.schedule import StepTimer
 from postlude.recipes.run.signals import StopSignals
@@ -81,16 +81,18 @@ class Trainer(ABC):
     ) -> None:
         self.config, self.runtime = config, runtime
         self.resources = ExitStack()  # closed in reverse order by `close`
+        self.progress = RunProgress()
         self.run: RunDirectory = ReadOnlyRun(config.run)  # until `TrainingRun` opens it
         self.plain_config = schema.plain(config)
         check_same_config(self.plain_config)
-        # How the config of an existing run is compared with this one.
-        self.config_comparison: dict[str, Any] = {
-            "may_change": MAY_CHANGE,
-            "defaults": schema.default_values(type(config)),
-            "files": functools.cache(functools.partial(input_files, config)),
-        }
-        check_run(config.run, self.plain_config, **self.config_comparison)
+        self.allowed_changes = allowed_changes(config)
+        check_run(config.run, self.plain_config, changes=self.allowed_changes)
+        with ExitStack() as opened:
+            self.monitor = opened.enter_context(closing(RunMonitor(config.run, config.observe, self.progress)))
+            self._load(config, device, optimizer)
+            opened.pop_all()  # `close` closes the monitor
+
+    def _load(self, config: TrainingConfig, device: str, optimizer: OptimizerConfig | None) -> None:
         torch.manual_seed(config.seed)  # only a user's objective may use the global generator
         self.tokenizer: Any = config.load_tokenizer()
         self.with_mtp_loss = MTPLoss(config.mtp, self.loss_column)
@@ -110,7 +112,7 @@ class Trainer(ABC):
         self.reductions: dict[str, Reduction] = {}  # how each metric is combined over minibatches
         self.layer_vectors: dict[str, list[float]] = {}  # sums over the step's minibatches
         self.health = Health(config.limits, config.max_skipped_steps, verbose=is_rank0())
-        self.timer = StepTimer()
+        self.timer = StepTimer(self.progress, self.monitor.recorder)
 
     @property
     def phase(self) -> str:
@@ -126,7 +128,7 @@ class Trainer(ABC):
         """Returns metrics of the current model on held-out data."""
 
     def split(self) -> Split | None:
-        """Returns which tasks are held out and which there are, for the run directory; None where nothing is."""
+        """Returns all tasks or rows, and which are held out, for the run directory; None for a recipe without."""
         return None
 
     @abstractmethod
@@ -138,7 +140,6 @@ class Trainer(ABC):
         """Loads a checkpoint: the engine, and what `state` returned. Returns the checkpoint's `extra`."""
 
     def load_engine(self, checkpoint: Path) -> dict[str, Any]:
-        """Loads the engine and the step of a checkpoint. Returns the checkpoint's `extra` dict."""
         extra = self.engine.load(checkpoint)
         self.step = extra["step"]
         self.health.restore(extra)
@@ -153,7 +154,6 @@ class Trainer(ABC):
         self.run.prune(self.config.keep_checkpoints, best)
 
     def export(self, path: Path, card: ModelCard | None) -> None:
-        """Writes the trained model. Every rank calls it."""
         self.engine.export_model(path, tokenizer=self.tokenizer, card=card, overwrite=True)
 
     def train_batch(self, batch: Batch, objective: Objective) -> StepMetrics:
@@ -183,6 +183,5 @@ class Trainer(ABC):
             raise
 
     def close(self) -> None:
-        """Closes the run directory and all resources."""
-        with closing(self.run):
+        with closing(self.run), closing(self.monitor):
             self.resources.close()

@@ -9,6 +9,7 @@ import functools
 import logging
 import signal
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,12 @@ from postlude.recipes.export import BestCheckpoint, export_run, push_run
 from postlude.recipes.report.finish import finish_failed_run, finish_run
 from postlude.recipes.report.metrics import MEMORY, SPEED
 from postlude.recipes.run.config_changes import describe_files
-from postlude.recipes.run.directory import (
-    changed_files,
-    checkpoint_step,
-    flatten,
-    is_rank0,
-    open_run,
-    read_metrics,
-)
+from postlude.recipes.run.directory import changed_files, checkpoint_step, is_rank0, open_run
+from postlude.recipes.run.files import flatten, read_metrics
 from postlude.recipes.run.health import UnhealthyRun
 from postlude.recipes.run.machine_info import machine_info
 from postlude.recipes.run.outcome import EXIT_FAILED, RunFailed, RunOutcome, clear_outcome
-from postlude.recipes.run.runtime import LOCAL_RUNTIME, Runtime
+from postlude.recipes.run.progress import CHECKPOINT, EVALUATION, EXPORT, PUSH, STEP
 from postlude.recipes.run.schedule import StepSchedule
 from postlude.recipes.run.signals import StopRequested
 from postlude.recipes.run.split import Split
@@ -50,16 +45,18 @@ LATER, DAMAGED = "later", "damaged"
 def run_training(trainer: Trainer, start_mode: StartMode = RESUME_NEWEST) -> RunOutcome:
     """Runs or resumes until the last step, a signal or a failure. Every rank calls it."""
     run = TrainingRun(trainer, start_mode)
-    with closing(trainer), trainer.signals:
+    with closing(trainer), trainer.signals, trainer.progress.until_end():
         try:
             run.start_or_resume()
             title = f"{trainer.name} {trainer.config.model}"
             start, phases = trainer.step, run.schedule.phases
+            trainer.progress.start(title, start, trainer.total_steps)
             with trainer.runtime.view(trainer.total_steps, title=title, start=start, phases=phases) as display:
                 trainer.signals.show_notice = display.show_notice
                 while trainer.step < trainer.total_steps and not run.stop_signal:
                     display.set_phase(trainer.phase)
                     metrics = run.train_and_log_step()
+                    display.total = trainer.total_steps
                     display.update(trainer.step, metrics)
                     if run.ends_early(metrics):
                         break
@@ -83,17 +80,6 @@ def run_training(trainer: Trainer, start_mode: StartMode = RESUME_NEWEST) -> Run
             raise
 
 
-def run_recipe(
-    trainer: type[Trainer],
-    config: Any,
-    device: str = "cpu",
-    start_mode: StartMode = RESUME_NEWEST,
-    runtime: Runtime = LOCAL_RUNTIME,
-) -> RunOutcome:
-    """Runs or resumes the run of `config` with a trainer of this class. Every rank calls it."""
-    return run_training(trainer(config, device, runtime=runtime), start_mode)
-
-
 class TrainingRun:
     """A trainer in its run directory. Every rank has one. Before `start_or_resume` nothing is written."""
 
@@ -103,14 +89,7 @@ class TrainingRun:
             f"resume with: {start_mode.command}" if start_mode.command else "the same config resumes the run"
         )
         self.best = BestCheckpoint(kept=self.config.export == "best", after=trainer.warm_start_steps)
-        self.schedule = StepSchedule(
-            trainer.total_steps,
-            trainer.warm_start_steps,
-            trainer.evaluate_every,
-            trainer.evaluate_at_start,
-            self.config.save_every,
-            bool(self.config.export),
-        )
+        self.schedule: StepSchedule  # once a checkpoint is loaded, after which there may be more steps than planned
         self.saved_step = 0
         self.resumed_step: int | None = None  # None until `start_or_resume` has finished
         self.state_before_step: dict[str, Any] | None = None  # not None during a step
@@ -123,16 +102,25 @@ class TrainingRun:
         # Raises if the requested checkpoint does not exist, before anything is written.
         splits: list[Split | None] = []  # on rank 0
         on_rank0(lambda: splits.append(self._checked_split(resume_from)))
-        directory = open_run(config.run, trainer.plain_config, loggers=config.loggers, **trainer.config_comparison)
+        directory = open_run(config.run, trainer.plain_config, loggers=config.loggers, changes=trainer.allowed_changes)
         trainer.run = directory
+        trainer.monitor.watch(directory)
         checkpoint = self._restore_newest(resume_from)
+        self.schedule = StepSchedule(
+            trainer.total_steps,
+            trainer.warm_start_steps,
+            trainer.evaluate_every,
+            trainer.evaluate_at_start,
+            config.save_every,
+            bool(config.export),
+        )
         step = -1 if checkpoint is None else checkpoint_step(checkpoint)  # -1: before the evaluation of step 0
         if step > trainer.total_steps:
             raise ValueError(
                 f"{directory.path} is at step {step} already, but the run ends at step {trainer.total_steps}. Raise "
                 "steps or epochs, or go back with --resume-from."
             )
-        files = trainer.config_comparison["files"]
+        files = trainer.allowed_changes.files
         if is_rank0():
             clear_outcome(directory.path)
             if changed := changed_files(directory.path, files):
@@ -204,8 +192,12 @@ class TrainingRun:
         phase, self.state_before_step, trainer.layer_vectors = trainer.phase, trainer.state(), {}
         if trainer.engine.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(trainer.engine.device)
-        metrics = trainer.train_step()
+        trainer.progress.phase = phase
+        with trainer.progress.during(STEP), trainer.timer.step():
+            metrics = trainer.train_step()
         trainer.step, self.state_before_step = trainer.step + 1, None
+        trainer.progress.step, trainer.progress.total = trainer.step, trainer.total_steps
+        self.schedule = replace(self.schedule, total=trainer.total_steps)  # prompts that were replaced may shorten it
         if "tokens" in metrics:
             metrics[SPEED] = metrics["tokens"] / sum(trainer.timer.seconds.values())
         metrics |= self._sync_stop_signal_and_memory() | trainer.timer.take()
@@ -235,7 +227,7 @@ class TrainingRun:
         return metrics
 
     def _evaluate(self) -> dict[str, float]:
-        with self.trainer.timer("evaluation"):
+        with self.trainer.progress.during(EVALUATION), self.trainer.timer("evaluation"):
             return self.trainer.evaluate()
 
     def _log_unlogged_step(self, metrics: StepMetrics) -> None:
@@ -257,7 +249,8 @@ class TrainingRun:
     def save(self) -> None:
         """Writes a checkpoint of the last finished step, if there is none. Raises `UnhealthyRun` if weights are bad."""
         if self.saved_step != self.trainer.step:
-            self._write_checkpoint()
+            with self.trainer.progress.during(CHECKPOINT):
+                self._write_checkpoint()
         self.trainer.prune_checkpoints(self.best.step)
 
     def _write_checkpoint(self) -> None:
@@ -283,11 +276,14 @@ class TrainingRun:
         trainer = self.trainer
         trainer.health.check_last_update(trainer.step)
         trainer.run.sync()
-        trainer.engine.finish_saving()
+        with trainer.progress.during(CHECKPOINT):
+            trainer.engine.finish_saving()
         if self.config.export:
-            export_run(trainer, self.best)
+            with trainer.progress.during(EXPORT):
+                export_run(trainer, self.best)
         outcome = self._end(RunOutcome("finished", trainer.step))
-        push_run(trainer, self.best)  # last, so that no other rank waits for the upload
+        with trainer.progress.during(PUSH):
+            push_run(trainer, self.best)  # last, so that no other rank waits for the upload
         return outcome
 
     def stop(self, request: StopRequested | None = None) -> RunOutcome:
@@ -332,6 +328,7 @@ class TrainingRun:
         return f"{newest}: {self.resume_hint}. Nothing was exported."
 
     def _end(self, outcome: RunOutcome) -> RunOutcome:
+        self.trainer.progress.end(outcome.status, outcome.message)
         if self.trainer.step:
             on_rank0(lambda: finish_run(self.config.run, outcome))
         return outcome

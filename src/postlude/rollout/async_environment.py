@@ -41,7 +41,6 @@ class AsyncEnvironment(TurnEnvironment):
         self._call_ids = itertools.count()
 
     def release(self, episode: Episode) -> None:
-        """Ends an episode and starts its `close`."""
         super().release(episode)
         state, episode.state = episode.state, None
         if hasattr(state, "close"):
@@ -66,7 +65,6 @@ class AsyncEnvironment(TurnEnvironment):
             ) from error
 
     def close(self) -> None:
-        """Ends all episodes, and closes the reward."""
         for episode in (*self._waiting.values(), *self._ended):
             self.release(episode)
         self._coroutines.close()

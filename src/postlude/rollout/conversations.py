@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -19,14 +19,20 @@ from postlude.generate.protocol import AsyncRolloutEngine, Completion, FinishedC
 from postlude.generate.sampling_params import SamplingParams
 from postlude.rollout.environments import Environment, Transcript, TurnResult, is_chat
 from postlude.rollout.episode import AssistantTurn, Episode
+from postlude.rollout.model_calls import ModelAccess, PendingCalls, combine_seeds
 from postlude.rollout.reward_call import NOT_TRAINING, TrainerState
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task
+from postlude.trace.recorder import NO_RECORDER, Recorder
+from postlude.trace.spans import Span
 
 POLL_SECONDS = 0.02  # how long to wait for the environment before the engine is polled again
+CALL_POLL_SECONDS = 0.002  # the same while the engine works on calls of agents
+START_SECONDS = 0.005  # how long groups are started before the engine is polled again
 ENGINE_POLL_SECONDS = 0.1  # how long to wait for the engine while the environment has nothing to do
 OVER_BUDGET = Score(0.0, {"over_budget": 1.0})  # added to the score of a trajectory that would exceed the token budget
-OPENED_TOKENS = 16  # the end of a context, in which a template may open a thought
+DROPPED = Score(0.0, {"dropped": 1.0}, excluded=True)  # of an unfinished episode that no step waits for any more
+OPENED_TOKENS = 16  # at the end of a context, where a chat template may have opened a thought
 REWARD_FAILED = "failed"  # key in `Trajectory.components`: the reward call failed
 
 
@@ -44,11 +50,14 @@ class Trajectory:
 
     task: Task
     group: int
-    transcript: Transcript
+    transcripts: Sequence[Transcript]
+    """The sequences to train on. A conversation has one. Each sampled token has mask 1 in at most one of them."""
     completions: list[Completion] = field(default_factory=list)
     score: Score | None = None
     """The score so far, or None before there is one. Final once `done`."""
     done: bool = False
+    trained_before: Sequence[Trajectory] = ()
+    """Trajectories of its task that an earlier step trained on. Its reward is compared with theirs too."""
 
     @property
     def reward(self) -> float:
@@ -68,13 +77,17 @@ class Trajectory:
         return self.score is not None and self.score.excluded
 
     @property
+    def trainable(self) -> bool:
+        """Whether it has a reward to train on, and tokens that were sampled."""
+        return not self.excluded and any(1 in transcript.mask for transcript in self.transcripts)
+
+    @property
     def truncated(self) -> bool:
         """Whether one of its turns reached max_new_tokens."""
         return any(completion.finish_reason == "length" for completion in self.completions)
 
     @property
     def length(self) -> int:
-        """The number of sampled tokens."""
         return sum(len(completion.tokens) for completion in self.completions)
 
 
@@ -88,6 +101,11 @@ class TrajectoryGroup:
     trajectories: list[Trajectory]
     source: PromptSource
     trainer_state: TrainerState = NOT_TRAINING
+    needed: int | None = None
+    """How many scored trajectories are waited for; None for all. The others, of episodes that ask for completions
+    themselves, are then ended and left out of training."""
+    carries: bool = False
+    """Whether the others go on instead, and are trained on by a later step."""
 
     @classmethod
     def of(
@@ -101,8 +119,15 @@ class TrajectoryGroup:
         trainer_state: TrainerState = NOT_TRAINING,
     ) -> TrajectoryGroup:
         """Returns a group of `samples` trajectories that are not started."""
-        trajectories = [Trajectory(task, number, Transcript(prompt)) for _ in range(samples)]
+        starts = source.environment.starts_episodes
+        trajectories = [Trajectory(task, number, () if starts else (Transcript(prompt),)) for _ in range(samples)]
         return cls(task, number, sampling, trajectories, source, trainer_state)
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether `needed` trajectories have a score, so that the others are not waited for."""
+        scored = sum(trajectory.done and not trajectory.excluded for trajectory in self.trajectories)
+        return self.needed is not None and scored >= self.needed
 
     @property
     def done(self) -> bool:
@@ -118,11 +143,24 @@ class _Conversation:
     """Its index in the group."""
     group: TrajectoryGroup
     episode: Episode
+    since: float = field(default_factory=time.perf_counter)
+    """When its current wait, for the engine or the environment, began."""
 
     @property
     def environment(self) -> Environment:
-        """The environment of its group."""
         return self.group.source.environment
+
+    @property
+    def names(self) -> dict[str, str | int]:
+        """The attributes that identify it in a trace."""
+        turn = len(self.trajectory.completions)
+        return {"postlude.group": self.group.number, "postlude.completion": self.index, "postlude.turn": turn}
+
+    @property
+    def transcript(self) -> Transcript:
+        """The tokens so far."""
+        (transcript,) = self.trajectory.transcripts
+        return transcript
 
 
 class Conversations:
@@ -131,7 +169,7 @@ class Conversations:
     A slow completion, tool or reward delays no other trajectory. The exception is an engine with a `fixed_order`: all
     trajectories finish a turn before any continues. Without `background` trajectories advance inside `poll`; with it
     a thread advances them continuously. Only one thread may call `start` and `poll`. `timer` measures the times
-    "rollout" and "reward"; with `background` it is called in that thread.
+    "rollout" and "reward"; with `background` it is called in that thread. `recorder` gets each request and reward call.
     """
 
     def __init__(
@@ -141,13 +179,17 @@ class Conversations:
         budget: int,
         background: bool = False,
         timer: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+        recorder: Recorder = NO_RECORDER,
     ) -> None:
-        self.engine, self.budget, self.timer = engine, budget, timer
+        self.engine, self.budget, self.timer, self.recorder = engine, budget, timer, recorder
         self._to_start: deque[TrajectoryGroup] = deque()
         self._finished: list[TrajectoryGroup] = []
+        self._to_drop: list[Trajectory] = []
         self._waiting_for_engine: dict[int, dict[int, _Conversation]] = {}  # by request id and index of the completion
         self._waiting_for_environment: dict[int, _Conversation] = {}  # by id of the episode
-        self._turn_results: dict[int, TurnResult] = {}  # of those that have one but do not continue yet
+        self._environments = Counter[Environment]()  # waiting conversations of each, without those in `_turn_results`
+        self._model_calls = PendingCalls(engine, lambda completion, since: self._record_request(completion, since, {}))
+        self._turn_results: dict[int, TurnResult] = {}  # by id of the episode, until `_add_turn_result`
         self._error: BaseException | None = None
         self._closed = False
         self._condition = threading.Condition()
@@ -162,7 +204,7 @@ class Conversations:
             self._condition.notify_all()
 
     def poll(self, timeout: float) -> list[TrajectoryGroup]:
-        """Returns the groups that are done since the last call.
+        """Returns the groups that are done, or have enough and carry the rest, since the last call.
 
         With `background` it waits up to `timeout` seconds for the first one, and raises an error that ended the thread.
         Without, it advances the conversations once, which may finish none.
@@ -176,8 +218,12 @@ class Conversations:
             finished, self._finished = self._finished, []
         return finished
 
+    def drop(self, trajectories: Sequence[Trajectory]) -> None:
+        """Ends episodes that ask for completions themselves, and leaves them out of training."""
+        with self._condition:
+            self._to_drop += trajectories
+
     def close(self) -> None:
-        """Stops the thread and releases the episodes in progress."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
@@ -187,6 +233,9 @@ class Conversations:
             for conversation in conversations.values():
                 conversation.environment.release(conversation.episode)
         self._waiting_for_engine.clear()
+        for conversation in self._waiting_for_environment.values():
+            if conversation.environment.starts_episodes:
+                conversation.environment.release(conversation.episode)
 
     def _run(self) -> None:
         try:
@@ -210,25 +259,32 @@ class Conversations:
         with self.timer("rollout"):
             with self._condition:
                 to_start, self._to_start = self._to_start, deque()
-            for group in to_start:
-                self._start(group)
+                to_drop, self._to_drop = set(self._to_drop), []
+            if to_drop:
+                self._drop(lambda conversation: conversation.trajectory in to_drop)
             began = time.monotonic()
+            while to_start and (self.engine.fixed_order or time.monotonic() - began < START_SECONDS):
+                self._start(to_start.popleft())
+            with self._condition:
+                self._to_start.extendleft(reversed(to_start))
+            began = time.monotonic()
+            self._submit_model_calls()
             for finished in self.engine.poll(0.0 if self._waiting_for_environment else ENGINE_POLL_SECONDS):
                 self._add_completion(finished)
             if self.engine.fixed_order and self._waiting_for_engine:
                 return
             engine_worked = time.monotonic() - began > POLL_SECONDS  # so it is not kept waiting
         with self.timer("reward"):
-            waiting = [
-                conversation
-                for episode_id, conversation in self._waiting_for_environment.items()
-                if episode_id not in self._turn_results
-            ]
-            for environment in dict.fromkeys(conversation.environment for conversation in waiting):
-                for episode, result in environment.poll(0.0 if engine_worked else POLL_SECONDS):
+            wait = CALL_POLL_SECONDS if self._model_calls.any else POLL_SECONDS
+            for environment in list(self._environments):
+                for episode, result in environment.poll(0.0 if engine_worked or to_start else wait):
                     if id(episode) in self._waiting_for_environment:
                         self._turn_results[id(episode)] = result
-        if self.engine.fixed_order and len(self._turn_results) < len(self._waiting_for_environment):
+                        self._stop_waiting(environment)
+        if self.engine.fixed_order and any(
+            episode_id not in self._turn_results and not conversation.environment.starts_episodes
+            for episode_id, conversation in self._waiting_for_environment.items()
+        ):
             return
         with self.timer("rollout"):
             results, self._turn_results = self._turn_results, {}
@@ -245,16 +301,44 @@ class Conversations:
             _Conversation(trajectory, index, group, episode)
             for index, (trajectory, episode) in enumerate(zip(group.trajectories, episodes, strict=True))
         ]
-        self._request(conversations, group.sampling)
+        environment = group.source.environment
+        if not environment.starts_episodes:
+            self._request(conversations, group.sampling)
+            return
+        access = ModelAccess(group.source.encoder.tokenizer, group.sampling, self.budget)
+        for conversation in conversations:
+            self._wait_for_environment(conversation)
+            environment.start(conversation.episode, access)
+
+    def _submit_model_calls(self) -> None:
+        """Submits the requests of episodes that ask for completions themselves."""
+        for environment in self._environments:
+            self._model_calls.submit(environment.model_calls())
+        self._model_calls.end_cancelled()
+
+    def _wait_for_environment(self, conversation: _Conversation) -> None:
+        self._waiting_for_environment[id(conversation.episode)] = conversation
+        self._environments[conversation.environment] += 1
+
+    def _stop_waiting(self, environment: Environment) -> None:
+        """Forgets an environment that no conversation waits for."""
+        self._environments[environment] -= 1
+        if not self._environments[environment]:
+            del self._environments[environment]
 
     def _request(self, conversations: list[_Conversation], sampling: SamplingParams) -> None:
         """Requests the next completion of conversations that have the same tokens so far, as one request."""
-        prompt = tuple(conversations[0].trajectory.transcript.tokens)
+        prompt = tuple(conversations[0].transcript.tokens)
+        for conversation in conversations:
+            conversation.since = time.perf_counter()
         request_id = self.engine.submit(Request(prompt, sampling, len(conversations)))
         self._waiting_for_engine[request_id] = dict(enumerate(conversations))
 
     def _add_completion(self, finished: FinishedCompletion) -> None:
         """Adds a completion to its trajectory and submits it to the environment."""
+        if finished.request_id not in self._waiting_for_engine:
+            self._model_calls.add(finished)
+            return
         conversations = self._waiting_for_engine[finished.request_id]
         conversation = conversations.pop(finished.index)
         if not conversations:
@@ -263,30 +347,65 @@ class Conversations:
         if completion is None:
             assert finished.error is not None
             raise finished.error
-        turn = _assistant_turn(completion, conversation.trajectory.transcript.tokens, conversation.group.source.encoder)
+        conversation.since = self._record_request(completion, conversation.since, conversation.names)
+        turn = _assistant_turn(completion, conversation.transcript.tokens, conversation.group.source.encoder)
         conversation.trajectory.completions.append(completion)
-        conversation.trajectory.transcript.add_completion(completion.tokens, completion.logprobs, completion.routing)
-        self._waiting_for_environment[id(conversation.episode)] = conversation
+        conversation.transcript.add_completion(
+            completion.tokens, completion.policy_logprobs, completion.routing, completion.sampling_mask
+        )
+        self._wait_for_environment(conversation)
         conversation.environment.submit(conversation.episode, turn)
+
+    def _record_request(self, completion: Completion, start: float, attributes: Mapping[str, str | int]) -> float:
+        end = time.perf_counter()
+        counts = {"postlude.tokens": len(completion.tokens), "postlude.finish_reason": completion.finish_reason}
+        request = Span(0, "request", "request", start, end, attributes={**attributes, **counts})
+        self.recorder.add(request)
+        if completion.queue_seconds is not None:
+            began = min(start + completion.queue_seconds, end)
+            self.recorder.add(Span(0, "queue", "queue", start, began, attributes=attributes, parent=request))
+            self.recorder.add(Span(0, "sample", "sample", began, end, attributes=attributes, parent=request))
+        return end
 
     def _add_turn_result(self, conversation: _Conversation, result: TurnResult) -> None:
         """Ends a trajectory, or requests its next completion."""
+        reward, since = {} if result.score is None else {"postlude.reward": result.score.reward}, conversation.since
+        names = {**conversation.names, **reward}
+        self.recorder.add(Span(0, "reward", "reward call", since, time.perf_counter(), attributes=names))
         trajectory, group = conversation.trajectory, conversation.group
         if not self._apply_turn_result(trajectory, group, result):
             seed = combine_seeds(group.sampling.seed, conversation.index, len(trajectory.completions))
             self._request([conversation], replace(group.sampling, seed=seed))
             return
+        self._end(conversation)
+        if group.has_enough and not group.done and not group.carries:
+            self._drop(lambda other: other.group is group)
+
+    def _drop(self, chosen: Callable[[_Conversation], bool]) -> None:
+        """Ends the chosen ones of the conversations that wait for an environment, and leaves them out of training."""
+        for episode_id, conversation in list(self._waiting_for_environment.items()):
+            if chosen(conversation):
+                del self._waiting_for_environment[episode_id]
+                if self._turn_results.pop(episode_id, None) is None:
+                    self._stop_waiting(conversation.environment)
+                conversation.trajectory.score = DROPPED
+                self._end(conversation)
+
+    def _end(self, conversation: _Conversation) -> None:
+        """Ends a trajectory that has its score."""
         conversation.environment.release(conversation.episode)
         with self._condition:
-            trajectory.done = True
-            if group.done:
-                self._finished.append(group)
+            conversation.trajectory.done = True
+            if conversation.group.done or (conversation.group.carries and conversation.group.has_enough):
+                self._finished.append(conversation.group)
                 self._condition.notify_all()
 
     def _apply_turn_result(self, trajectory: Trajectory, group: TrajectoryGroup, result: TurnResult) -> bool:
         """Adds a turn's score and observation to a trajectory. Returns whether it is over."""
         trajectory.score = result.score
         if result.observation is None:
+            if group.source.environment.starts_episodes:
+                trajectory.transcripts, trajectory.completions = result.transcripts, list(result.completions)
             return True
         score, environment = result.score or Score(0.0), group.source.environment
         try:
@@ -300,10 +419,11 @@ class Conversations:
             failed_reward, message = environment.failed_reward, f"the environment's observation cannot be read: {error}"
             trajectory.score = score.plus(Score(failed_reward or 0.0, {}, message, excluded=failed_reward is None))
             return True
-        if len(trajectory.transcript.tokens) + len(observation_tokens) + group.sampling.max_new_tokens > self.budget:
+        (transcript,) = trajectory.transcripts
+        if len(transcript.tokens) + len(observation_tokens) + group.sampling.max_new_tokens > self.budget:
             trajectory.score = score.plus(OVER_BUDGET)
             return True
-        trajectory.transcript.add_observation(observation_tokens)
+        transcript.add_observation(observation_tokens)
         return False
 
 
@@ -327,11 +447,3 @@ def _answer(encoder: Encoder, text: str, tokens: Sequence[int], raw_text: str, *
             answer = answer.replace(tokenizer.decode([token], skip_special_tokens=False), "")
     after_stop = len(tokenizer.decode(tokens, skip_special_tokens=True)) - len(text)
     return answer[: max(0, len(answer) - after_stop)]
-
-
-def combine_seeds(*numbers: int) -> int:
-    """Returns one seed that depends on all numbers and their order."""
-    seed = 0
-    for number in numbers:
-        seed = (seed * 1_000_003 + number + 1) % (1 << 62)
-    return seed

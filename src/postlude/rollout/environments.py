@@ -7,7 +7,7 @@ A rollout loop needs this, `Encoder` and a rollout engine (see `conversations.py
     while episodes:
         completions = engine.generate([transcripts[id(episode)].tokens for episode in episodes], sampling)
         for episode, (completion,) in zip(episodes, completions):
-            transcripts[id(episode)].add_completion(completion.tokens, completion.logprobs, completion.routing)
+            transcripts[id(episode)].add_completion(completion.tokens, completion.policy_logprobs, completion.routing)
             environment.submit(episode, AssistantTurn(completion.text, completion.tokens))
         results = environment.poll(None)  # others may still wait for a tool
         for episode, result in results:
@@ -25,9 +25,9 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from postlude.data.chat import Prompt
 from postlude.data.chat_template import Message
@@ -35,12 +35,18 @@ from postlude.pool.limits import DEFAULT_LIMITS, WorkerLimits
 from postlude.pool.process_pool import function_name, open_pool
 from postlude.pool.worker_pool import CallResult, PoolFactory
 from postlude.rollout.episode import AssistantTurn, Episode
-from postlude.rollout.reward import WAIT_SECONDS, Reward, trial_failure
+from postlude.rollout.reward import WAIT_SECONDS, Reward, sum_of_known, trial_failure
 from postlude.rollout.rewards import FailureCounter, Score, failure_message, is_reply, read_score
 from postlude.rollout.tasks import Task, Tasks
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from postlude.generate.protocol import Completion
+    from postlude.rollout.model_calls import ModelAccess, ModelCall
+
+
+Stragglers: TypeAlias = Literal["wait", "drop", "carry"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,10 @@ class TurnResult:
     score: Score | None = None
     """At the end, the score of the whole episode; before, the score so far, if any."""
     observation: str | list[Message] | None = None
+    transcripts: tuple[Transcript, ...] = ()
+    """At the end of an episode that asks for completions itself, the sequences to train on."""
+    completions: tuple[Completion, ...] = ()
+    """All completions of such an episode."""
 
     def __post_init__(self) -> None:
         if self.score is None and self.observation is None:
@@ -57,8 +67,11 @@ class TurnResult:
 
     @property
     def done(self) -> bool:
-        """Whether the episode is over."""
         return self.observation is None
+
+    def with_score(self, score: Score | None) -> TurnResult:
+        """Returns the result with another score."""
+        return replace(self, score=score)
 
 
 class Environment(ABC):
@@ -72,6 +85,29 @@ class Environment(ABC):
 
     template_options: Mapping[str, Any] = MappingProxyType({})
     """Options of the chat template, such as the tools there are."""
+
+    starts_episodes: bool = False
+    """Whether its episodes ask for completions themselves, after `start`, by `model_calls`. If not, they get a
+    completion of the task's prompt first, and of each observation."""
+
+    needed_share: float = 1.0
+    """Share of the episodes of a group that training waits for, if they ask for completions themselves."""
+
+    stragglers: Stragglers = "wait"
+    """Whether the other episodes of a group are ended (drop), or trained on when they have ended (carry)."""
+
+    @property
+    def uses_chat(self) -> bool:
+        """Whether the chat template writes what the model reads."""
+        return self.starts_episodes or is_chat(self.tasks[0].prompt)
+
+    def start(self, episode: Episode, access: ModelAccess) -> None:
+        """Starts an episode that asks for completions itself. `poll` returns its end."""
+        raise NotImplementedError(f"{type(self).__name__} has starts_episodes, so it must define start().")
+
+    def model_calls(self) -> list[ModelCall]:
+        """Returns what episodes ask for since the last call."""
+        return []
 
     def reset(self, task: Task) -> Episode:
         """Starts an attempt at a task."""
@@ -132,7 +168,6 @@ class SingleTurn(Environment):
         return self.reward.lost_workers
 
     def trial_call(self, task: Task, turn: AssistantTurn) -> None:
-        """Scores one completion before a run starts."""
         self.reward.trial_call(task, turn)
 
     def close(self) -> None:
@@ -265,13 +300,9 @@ class MultiTurn(TurnEnvironment):
 
     @property
     def lost_workers(self) -> int | None:
-        """As the pool and the reward count them."""
-        counts = [self.pool.lost, super().lost_workers]
-        reported = [count for count in counts if count is not None]
-        return sum(reported) if reported else None
+        return sum_of_known((self.pool.lost, super().lost_workers))
 
     def close(self) -> None:
-        """Ends the workers of the pool, and closes the reward."""
         self.pool.close()
         super().close()
 
@@ -320,6 +351,8 @@ class Transcript:
     """1 for each sampled token, for the column "response_mask"."""
     logprobs: list[float] = field(init=False)
     """The rollout engine's log-prob of each sampled token, 0 for the others, for the column "rollout_logprobs"."""
+    sampling_mask: list[Sequence[int]] = field(init=False)
+    """The tokens that each token was sampled from, for the column "sampling_mask"; none where that is all of them."""
     routing: Tensor | None = field(init=False, default=None)
     """The experts of each token up to the last sampled one, [length, routers, top_k] int16, for the column "routing";
     None if the rollout engine does not return them."""
@@ -328,9 +361,16 @@ class Transcript:
         self.tokens = list(self.prompt)
         self.mask = [0] * len(self.tokens)
         self.logprobs = [0.0] * len(self.tokens)
+        self.sampling_mask = [()] * len(self.tokens)
 
-    def add_completion(self, tokens: Sequence[int], logprobs: Sequence[float], routing: Tensor | None = None) -> None:
-        """Adds a completion as it was sampled.
+    def add_completion(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        routing: Tensor | None = None,
+        sampling_mask: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Adds a completion as it was sampled. With a `sampling_mask` its log-probs are among the tokens of the mask.
 
         `routing` covers all tokens so far. Tokens of earlier turns went through the model again for it; they keep the
         experts that they were sampled with.
@@ -340,6 +380,9 @@ class Transcript:
         self.tokens += tokens
         self.mask += [1] * len(tokens)
         self.logprobs += logprobs
+        if sampling_mask is not None and len(sampling_mask) != len(tokens):
+            raise ValueError(f"{len(tokens)} tokens come with {len(sampling_mask)} sampling masks. Give one of each.")
+        self.sampling_mask += [()] * len(tokens) if sampling_mask is None else sampling_mask
         if routing is not None and len(routing) != len(self.tokens):
             raise ValueError(f"routing is of {len(routing)} tokens, but there are {len(self.tokens)}. Give it of all.")
         if routing is not None and self.routing is not None:
@@ -352,6 +395,7 @@ class Transcript:
         self.tokens += tokens
         self.mask += [0] * len(tokens)
         self.logprobs += [0.0] * len(tokens)
+        self.sampling_mask += [()] * len(tokens)
 
 
 def is_chat(prompt: Prompt) -> bool:
@@ -369,4 +413,4 @@ def _add_result(episode: Episode, result: TurnResult) -> TurnResult:
         episode.score = total
     else:
         episode.observations.append(result.observation)
-    return TurnResult(total, result.observation)
+    return result.with_score(total)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 from postlude.data.chat_template import Message
@@ -47,6 +48,10 @@ class Episode:
     """Set when it is over."""
     state: Any = None
     """Whatever an environment keeps for it."""
+    messages: list[Message] | None = None
+    """The last chat of an agent, which asks for completions itself; None for other episodes."""
+    workdir: Path | None = None
+    """The work directory of an agent's episode, until it is scored."""
     trainer_state: TrainerState = NOT_TRAINING
     """How far the run was when it started."""
     group: list[Episode] = field(default_factory=list, repr=False)
@@ -56,7 +61,12 @@ class Episode:
         self.group = self.group or [self]
 
     def transcript(self, *, thoughts: bool = True) -> list[Message]:
-        """Returns what followed the prompt, as messages: the model's turns and the observations between them."""
+        """Returns what followed the prompt, as messages: the model's turns and the observations between them.
+
+        Of an agent it is its last chat, as a whole.
+        """
+        if self.messages is not None:
+            return self.messages
         messages: list[Message] = []
         for turn, observation in zip_longest(self.turns, self.observations):
             messages.append({"role": "assistant", "content": turn.text if thoughts else turn.answer_text})

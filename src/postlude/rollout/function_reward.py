@@ -107,7 +107,6 @@ class FunctionReward(FailureCounter, Reward):
             raise trial_failure(error if begins else f"{self.name} {error}", task, turn) from error
 
     def close(self) -> None:
-        """Ends the workers and the coroutines."""
         self._pool.close()
         self._coroutines.close()
 
@@ -202,4 +201,5 @@ def _sample(episode: Episode) -> dict[str, Any]:
         "truncated": turn.truncated,
         "example": task.example,
         "trainer_state": episode.trainer_state,
+        **({} if episode.workdir is None else {"workdir": str(episode.workdir)}),
     }

@@ -70,13 +70,11 @@ class JudgeReward(FailureCounter, Reward):
         self._waiting: dict[int, Episode] = {}
 
     def submit(self, episode: Episode) -> None:
-        """Starts a request about the last completion of an episode."""
         call_id = next(self._call_ids)
         self._waiting[call_id] = episode
         self._coroutines.submit(call_id, self._ask(episode))
 
     def poll(self, timeout: float | None = 0.0) -> Scored:
-        """Returns the scores of the answers that are there."""
         if not self._waiting:
             time.sleep(WAIT_SECONDS if timeout is None else min(timeout, WAIT_SECONDS))
         results = {call_id: _answer(result) for call_id, result in self._coroutines.poll(timeout).items()}
@@ -100,7 +98,6 @@ class JudgeReward(FailureCounter, Reward):
                 ) from error
 
     def close(self) -> None:
-        """Cancels the requests."""
         self._coroutines.close()
         self._connections.clear()
 

@@ -37,7 +37,6 @@ class OpenEnvServer:
             )
 
     def episode(self, example: Mapping[str, Any]) -> OpenEnvEpisode:
-        """Returns an episode of a task."""
         return OpenEnvEpisode(self, example)
 
     def read(self, observation: Any) -> str:

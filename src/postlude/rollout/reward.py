@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -87,13 +87,9 @@ class WeightedSum(Reward):
 
     @property
     def lost_workers(self) -> int | None:
-        """The sum over all rewards that count them."""
-        counts = [weighted.reward.lost_workers for weighted in self.rewards.values()]
-        reported = [count for count in counts if count is not None]
-        return sum(reported) if reported else None
+        return sum_of_known(weighted.reward.lost_workers for weighted in self.rewards.values())
 
     def submit(self, episode: Episode) -> None:
-        """Gives an episode to all rewards."""
         self._scores[id(episode)] = {}
         for weighted in self.rewards.values():
             weighted.reward.submit(episode)
@@ -116,7 +112,6 @@ class WeightedSum(Reward):
             time.sleep(min(WAIT_SECONDS, remaining))
 
     def trial_call(self, task: Task, turn: AssistantTurn) -> None:
-        """Tries every reward."""
         for weighted in self.rewards.values():
             weighted.reward.trial_call(task, turn)
 
@@ -141,6 +136,12 @@ class WeightedSum(Reward):
             if scores[name].error is not None:
                 components[f"{name}/failed"] = 1.0
         return Score(math.fsum(weights[name] * scores[name].reward for name in weights if weights[name]), components)
+
+
+def sum_of_known(counts: Iterable[int | None]) -> int | None:
+    """Returns the sum of the counts that are known; None if none is."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
 
 
 def trial_failure(error: object, task: Task, turn: AssistantTurn) -> ValueError:

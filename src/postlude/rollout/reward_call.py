@@ -93,7 +93,6 @@ class RewardCall:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The function, loaded at first use."""
         if self._function is None:
             self.prepare()
         assert self._function is not None

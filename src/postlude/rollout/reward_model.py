@@ -70,7 +70,6 @@ class ModelReward(FailureCounter, Reward):
         self._waiting.append(episode)
 
     def poll(self, timeout: float | None = 0.0) -> Scored:
-        """Scores all completions that wait."""
         episodes, self._waiting = self._waiting, []
         if not episodes:
             time.sleep(WAIT_SECONDS if timeout is None else min(timeout, WAIT_SECONDS))

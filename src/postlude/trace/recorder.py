@@ -44,6 +44,9 @@ class Recorder:
         """Starts a span that the caller ends."""
         return OpenSpan()
 
+    def add(self, span: Span) -> None:
+        """Records a span that has ended, on the host's clock (`time.perf_counter`)."""
+
 
 NO_RECORDER = Recorder()
 
@@ -115,7 +118,6 @@ class Recording(Recorder):
         return self.zero[0]
 
     def for_microbatch(self, microbatch: int) -> Recording:
-        """Returns a recording of one microbatch into the same records."""
         return Recording(self.rank, self.device, microbatch, self.records, self.zero)
 
     @contextlib.contextmanager
@@ -127,8 +129,10 @@ class Recording(Recorder):
     def start(self, kind: SpanKind, name: str) -> OpenExchange:
         return OpenExchange(self, self._record(kind, name))
 
+    def add(self, span: Span) -> None:
+        self.records.append(Record(span.kind, span.name, span.microbatch, span.start, span.end))
+
     def spans(self) -> list[Span]:
-        """Returns the spans that have ended, on the host's clock."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         spans = []

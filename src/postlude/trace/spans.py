@@ -5,13 +5,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-SpanKind = Literal["forward", "backward", "weights", "fsdp", "exchange", "exchange back", "wait"]
+SpanKind = Literal[
+    "forward",
+    "backward",
+    "weights",
+    "fsdp",
+    "exchange",
+    "exchange back",
+    "wait",
+    "part",
+    "request",
+    "queue",
+    "sample",
+    "reward",
+]
 """Forward, backward and deferred weight gradients of a microbatch; FSDP's collectives; exchanges of rows with experts,
-and of their gradients; and waits."""
+and of their gradients; and waits. In a run: a part of a step; a request for a completion, in which it waits and is
+sampled; and a call of a reward or an environment."""
 COMPUTE: tuple[SpanKind, ...] = ("forward", "backward", "weights")
 EXCHANGES: tuple[SpanKind, ...] = ("exchange", "exchange back")
 LANES = ("compute", "communication", "communication back")
@@ -46,6 +60,9 @@ class Span:
     start: float
     end: float
     microbatch: int | None = None
+    attributes: Mapping[str, str | int | float] = field(default_factory=dict)
+    parent: Span | None = None
+    """The span that it is a part of, if that is known."""
 
     @property
     def lane(self) -> str:

@@ -46,7 +46,6 @@ class Timeline:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that have spans."""
         return sorted({span.rank for span in self.spans})
 
     @property

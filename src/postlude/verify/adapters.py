@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM
 from postlude.data import Batch, Microbatch, pack, unpack
 from postlude.hf.export import export_hf
 from postlude.hf.family import Family
+from postlude.hf.linear_layers import adapter_configs
 from postlude.hf.load import init_or_load_weights, load_model
-from postlude.hf.lora_targets import adapter_configs
 from postlude.hf.peft import to_peft, write_adapter
 from postlude.hf.read_model import Source, read_model
 from postlude.hf.read_peft import SavedAdapter, merge_adapter
@@ -57,7 +57,6 @@ class AdapterReport:
         return max(self.gradients.items(), key=lambda item: item[1], default=("", 0.0))
 
     def passes(self, tolerance: float) -> bool:
-        """Returns whether everything that was compared is within the tolerance."""
         return all(off <= tolerance for off in (self.logprob, *self.gradients.values()))
 
 
@@ -96,7 +95,6 @@ def adapted_model(
 
 
 def adapter_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the gradients of a model's adapters; zeros if nothing depends on one."""
     return {
         name: (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).float().cpu()
         for name, parameter in model.named_parameters()
@@ -131,7 +129,6 @@ def compare_adapters(source: Source, lora: LoRA, *, objective: str = "grpo", see
 
 
 def pack_batch(batch: Batch, depths: int = 0) -> list[Microbatch]:
-    """Returns the microbatches of a batch on one rank."""
     return pack(batch.sequences, budget=BUDGET, columns=batch.columns, groups=batch.groups, depths=depths)
 
 

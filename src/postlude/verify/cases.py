@@ -20,7 +20,7 @@ from postlude.layout import Layout
 from postlude.lora import LoRA
 from postlude.model import ModelConfig
 from postlude.model.blocks import BlockTable
-from postlude.model.routing import Routers
+from postlude.model.context import Routers
 from postlude.training_options import TrainingOptions
 from postlude.verify.choices import GRID
 
@@ -45,7 +45,7 @@ class Case(TrainingOptions):
     blocks: BlockTable | None = None
     lora: LoRA | None = field(default=None, kw_only=True)
     steps: bool = False
-    """Whether optimizer steps are compared too (`verify.steps`): in float32 alone, as ranks store weights in it."""
+    """Whether optimizer steps are compared too (`verify.compare`): in float32 alone, as ranks store weights in it."""
 
 
 def resolve_source(model: str) -> tuple[Source, float | None]:
@@ -114,7 +114,6 @@ def batches(
 
 
 def case_batches(case: Case, config: ModelConfig) -> dict[str, Batch]:
-    """Returns the batches of a case, by name."""
     return batches(
         case.objective, config, case.seed, case.compute_dtype, share_prefixes=case.share_prefixes == "always"
     )

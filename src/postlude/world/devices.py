@@ -18,7 +18,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 
 def default_device() -> str:
-    """Returns the default kind of device: "cuda" if there is a GPU, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -38,7 +37,6 @@ def check_device(device: torch.device | str | None) -> None:
 
 
 def check_initialized() -> None:
-    """Raises RuntimeError if there are no process groups yet."""
     if not dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is not initialised, and an engine needs it: make the engine inside "
@@ -73,7 +71,6 @@ class VisibleDevices:
 
     @classmethod
     def of_this_process(cls, device: torch.device | None) -> VisibleDevices:
-        """Returns the devices of this process, which is to use `device`, or any GPU."""
         uuids = tuple(str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count()))
         local = os.environ.get("LOCAL_RANK")
         if device is not None and device.index is not None:
@@ -166,5 +163,4 @@ def agree_on_device(store: Store, rank: int, size: int, visible: VisibleDevices)
 
 
 def list_ranks(ranks: Sequence[int], limit: int = 8) -> str:
-    """Returns the numbers of ranks, for a message."""
     return ", ".join(map(str, ranks[:limit])) + (f" and {len(ranks) - limit} more" if len(ranks) > limit else "")

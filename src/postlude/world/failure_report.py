@@ -72,7 +72,6 @@ class RankStatus:
 
     @classmethod
     def of(cls, error: BaseException) -> RankStatus:
-        """Returns the status of a rank that ends with `error`."""
         if isinstance(error, SystemExit) and not error.code:
             return cls("finished")
         state = "stopped" if isinstance(error, RankError) or _is_from_collective(error) else "failed"
@@ -103,7 +102,6 @@ class FailureReporter:
         self.set_status(RankStatus("running"))
 
     def set_status(self, status: RankStatus) -> None:
-        """Writes this rank's status."""
         self.store.set(f"status/{self.rank}", json.dumps(asdict(status)))
         if status.state != "running":
             self.reported.set()
@@ -184,7 +182,6 @@ class FailureReporter:
             self._set_events()
 
     def _first_failure(self, store: Store) -> dict[int, RankStatus]:
-        """Returns the first failure of all by its rank, if there was one."""
         if not store.check(["first_failure"]):
             return {}
         rank, status = json.loads(store.get("first_failure"))

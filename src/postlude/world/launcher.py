@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
+from postlude.json_log import is_json, json_line, set_up_logging
 from postlude.world.devices import (
     DeviceAssignment,
     VisibleDevices,
@@ -165,6 +166,7 @@ def _ranks(
     timeout: float, backend: str | None, device: torch.device | str | None, exit_with: Callable[[RankError], None]
 ) -> Iterator[Rank]:
     """As `ranks`. `exit_with` ends the process with an error that cannot be raised, because the host hangs."""
+    set_up_logging()
     if dist.is_initialized():
         yield Rank(dist.get_rank(), dist.get_world_size(), group_device())
         return
@@ -240,7 +242,7 @@ def _prepared_for_nccl(
 
 
 def _print_and_exit(error: RankError) -> None:
-    print(error, file=sys.stderr, flush=True)
+    print(json_line("error", str(error)) if is_json() else error, file=sys.stderr, flush=True)
     os._exit(1)
 
 
@@ -258,7 +260,6 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 def _assign_device(
     device: torch.device | None, rank: int, size: int, stores: RendezvousStores | None
 ) -> DeviceAssignment:
-    """Returns this rank's device, on which all ranks agree."""
     if device is not None and device.type == "cpu":
         return DeviceAssignment()
     visible = VisibleDevices.of_this_process(device)
@@ -289,7 +290,6 @@ def _run_rank(
     backend: str | None,
     device: Any,
 ) -> None:
-    """Runs the function as rank `index`, and writes its result to a file."""
     os.environ |= {"RANK": str(index), "LOCAL_RANK": str(index)}
     os.setpgrp()  # a key pressed in the terminal signals the launcher only, which forwards it once
     if "OMP_NUM_THREADS" not in os.environ:

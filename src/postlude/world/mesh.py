@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -187,11 +188,21 @@ def _group(grid: Tensor, dimension: int, groups_by_ranks: _Groups, options: Any 
     return groups_by_ranks[key]
 
 
+@functools.cache
+def _single_rank_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns the group of this rank alone, one for all meshes of a world.
+
+    torch names a group that is made without the other ranks by the number of groups there are. When one was destroyed,
+    that name may be in use.
+    """
+    group: dist.ProcessGroup = dist.new_group([dist.get_rank(world)], use_local_synchronization=True)
+    return group
+
+
 def _make_groups(rows: list[list[int]], options: Any) -> dist.ProcessGroup | None:
     rank = dist.get_rank()
     if len(rows[0]) == 1:
-        single: dist.ProcessGroup = dist.new_group([rank], use_local_synchronization=True)
-        return single
+        return _single_rank_group(dist.group.WORLD)
     joined: dist.ProcessGroup | None = None
     for row in rows:
         group = dist.new_group(row, pg_options=options)

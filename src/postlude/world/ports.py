@@ -1,4 +1,4 @@
-"""Ports that are reserved from the moment they are picked until a server listens there."""
+"""Addresses that servers listen at: whether they are free, and who reaches them. Ports that are reserved."""
 
 from __future__ import annotations
 
@@ -18,6 +18,18 @@ def is_loopback(host: str) -> bool:
     except OSError:
         return False
     return bool(addresses) and all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
+
+
+def check_address(host: str, port: int, keys: str) -> None:
+    """Refuses an address that is not free, before a model is loaded. `keys` are the settings that change it."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+            trial.bind(address)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise OSError(f"cannot listen at {host}, port {port}: {reason}. Give another {keys}.") from error
 
 
 def is_own_listener(port: int) -> bool:
@@ -49,5 +61,4 @@ class ReservedPort:
             self.release()
 
     def release(self) -> None:
-        """Closes the socket."""
         self._socket.close()

@@ -39,8 +39,10 @@ class RendezvousStores:
         """Connects to MASTER_ADDR and MASTER_PORT, where rank 0 hosts the store unless the launcher does."""
         hosted = rank == 0 and not agent_hosts_store()
         base = _connect(rank, size, timeout, hosted)
-        restart_prefix = f"postlude/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        prefix = f"{restart_prefix}/{base.add(f'{restart_prefix}/uses/{rank}', 1)}"  # the same number on every rank
+        # The launcher's store outlives its ranks. One of rank 0 is as new as they are, and a node that was replaced has
+        # another count of restarts than the others.
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agent_hosts_store() else "0"
+        prefix = f"postlude/{restarts}/{base.add(f'postlude/{restarts}/uses/{rank}', 1)}"  # the same on every rank
         group = FileStore(os.environ[GROUP_FILE], size) if GROUP_FILE in os.environ else base
         return cls(
             PrefixStore(f"{prefix}/reports", base),

@@ -71,7 +71,7 @@ class Block(nn.Module):
     supports_decoding: ClassVar[bool] = False
     """Whether it can decode with a cache (`context.decode_state`)."""
     shares_prefixes: ClassVar[bool] = False
-    """Whether it takes tokens that sequences share (`ForwardContext.trunk`). A subclass with methods repeats it."""
+    """Whether it takes tokens that sequences share (`ForwardContext.segments`). A subclass with methods repeats it."""
     batch_invariant: ClassVar[bool] = False  # whether decoding gives the bits of its forward: `ops/batch_invariant.py`
 
     def __init__(self, config: BlockConfig, model: ModelConfig, name: str, mesh: Mesh) -> None:
@@ -154,12 +154,10 @@ class Block(nn.Module):
         return None
 
     def _sublayer_and_residual(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Tensor]:
-        if (decoded := self._fused_decode_or_none(hidden, context)) is not None:
-            return {"hidden": decoded}
         hidden, normed = self.norm.with_residual(hidden)
         return self.add_residual(hidden, self.sublayer(normed, context))
 
-    def _fused_decode_or_none(self, hidden: Tensor, context: ForwardContext) -> Tensor | None:
+    def fused_decode_or_none(self, hidden: Tensor, context: ForwardContext) -> Tensor | None:
         """Returns the result of `fused_decode`, and None where it does not apply."""
         if context.decode_state is None or not self.can_fuse_decode or torch.is_grad_enabled():
             return None

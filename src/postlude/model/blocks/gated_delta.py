@@ -197,12 +197,11 @@ class DeltaRule(Recurrence):
         )
         return outputs, states, channels
 
-    def step(self, inputs: Inputs, states: States) -> tuple[Tensor, States]:
-        """Runs one token of each sequence. Returns [sequences, value_heads, value_dim] and the states after it."""
+    def step(self, inputs: Inputs, states: States, running: Tensor | None) -> Tensor:
+        """Runs one token of each sequence. Returns [sequences, value_heads, value_dim]."""
         channels, writing = self._split(inputs[0])
-        convolved, last = convolve_step(channels, states[0], self.kernel, None, silu=True)
-        heads, state = gated_delta_step(*self._heads(convolved), *writing, states[1], normalise=True)
-        return heads, (last, state)
+        convolved = convolve_step(channels, states[0], self.kernel, None, running, silu=True)
+        return gated_delta_step(*self._heads(convolved), *writing, states[1], running, normalise=True)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Returns the convolution's input [T, channels]; log decay and beta [T, value_heads], fp32."""

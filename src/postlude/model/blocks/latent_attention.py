@@ -16,10 +16,13 @@ from postlude.model.block_config import NOMINAL_LENGTH, BlockConfig, Size, defau
 from postlude.model.blocks.attention import AttentionConfig
 from postlude.model.blocks.block import Block
 from postlude.model.config import ModelConfig
-from postlude.model.context import AttendCache, ForwardContext, Inputs, Stores
-from postlude.model.parallel import ColumnLinear, Linear, RMSNorm, RowLinear, local
+from postlude.model.context import AttendCache, DecodeState, ForwardContext, Inputs, Stores
+from postlude.model.parallel import ColumnLinear, Linear, RMSNorm, RowLinear, fused_operand, local
 from postlude.ops.attention import ScoreConfig, attend, attends_along_paths
 from postlude.ops.collectives import gather_from_sequence
+from postlude.ops.decode_linear import linear_add, norm_linear
+from postlude.ops.latent_attention import rotate_latents
+from postlude.ops.norm import Norm
 from postlude.ops.packing import Packing
 from postlude.ops.rotary import RotaryConfig, deinterleave_pairs, rotate_heads
 from postlude.world.mesh import Mesh
@@ -155,6 +158,31 @@ class LatentAttention(Block):
         self.kv_b_proj = ColumnLinear(config.latent_size, config.heads * (config.nope_dim + config.value_dim), tp=tp)
         self.o_proj = RowLinear(config.heads * config.value_dim, outer, bias=config.bias, tp=tp)
 
+    def fused_projections(self) -> tuple[tuple[Linear, ...], ...]:
+        """Returns the projections of queries, or of their latents, and of the latents of keys and values."""
+        return ((self.q_proj if self.config.query_latent_size is None else self.q_a_proj, self.kv_a_proj),)
+
+    def fused_decode(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
+        """Supports projections with a fused weight, none of them with a bias: see `Block`."""
+        layers, config = self.fused_projections()[0], self.config
+        operand, output = fused_operand(layers), fused_operand((self.o_proj,))
+        if context.decode_state is None or operand is None or output is None:
+            return None
+        projected = norm_linear(hidden, norm, *operand, context.counters)
+        query, latent = projected.split([len(local(layer.weight)) for layer in layers], -1)
+        if config.query_latent_size is not None:
+            query = self.q_b_proj(self.q_a_norm(query))
+        query_part, query_rotated = query.unflatten(-1, (-1, config.query_dim)).split(
+            (config.nope_dim, config.rope_dim), dim=-1
+        )
+        latent_norm = Norm(local(self.kv_a_norm.weight), self.kv_a_norm.eps, self.kv_a_norm.offset)
+        table = context.rotary(config.rotary, config.rope_dim)
+        query_rotated, latent = rotate_latents(
+            query_rotated, latent, latent_norm, table, interleaved=config.interleaved
+        )
+        heads = self._attend_cache((query_part, query_rotated), latent, context.decode_state)
+        return linear_add(hidden, heads.flatten(-2), *output, context.counters)
+
     def sublayer(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """Computes attention, [T / tp, H] -> [T / tp, H]."""
         config = self.config
@@ -168,15 +196,16 @@ class LatentAttention(Block):
         latent = torch.cat((latent, key_rotated[:, 0]), dim=-1)  # [T, latent + rope]
         sequence_rows, widths = context.microbatch.sequence_rows, (config.query_dim, config.value_dim)
         if context.decode_state is not None:
-            heads = context.decode_state.attend_latents(
-                self.name, (query_part, query_rotated, latent), (latent[:, None],), self._decode, self._prefill
-            )
+            heads = self._attend_cache((query_part, query_rotated), latent, context.decode_state)
         elif sequence_rows is not None and not attends_along_paths(query, widths, context.packing, config.score_config):
             heads = self._attend_rows((query_part, query_rotated, latent), sequence_rows)
         else:
-            heads = self._prefill((query_part, query_rotated, latent), context.packing)
+            heads = self._prefill((query_part, query_rotated), (latent[:, None],), context.packing, context.packing)
         output: Tensor = self.o_proj(heads.flatten(-2))
         return output
+
+    def _attend_cache(self, inputs: Inputs, latent: Tensor, decode_state: DecodeState) -> Tensor:
+        return decode_state.attend_latents(self.name, inputs, (latent[:, None],), self._decode, self._prefill)
 
     def _projected(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Projects to this rank's queries [T, heads / tp, nope + rope] and the latents [T, latent + rope]."""
@@ -195,12 +224,11 @@ class LatentAttention(Block):
             query = self.q_b_proj(query_latent)
         return query.unflatten(-1, (-1, config.query_dim)), gathered
 
-    def _prefill(self, inputs: Inputs, packing: Packing) -> Tensor:
-        """Attends to whole sequences: query parts [T, heads, ...], latents [T, latent + rope] -> [T, heads, value]."""
-        query_part, query_rotated, latent = inputs
-        key, value = self._expand(latent)
-        query = torch.cat((query_part, query_rotated), dim=-1)
-        return attend(query, key, value, packing, packing, self.config.score_config)
+    def _prefill(self, inputs: Inputs, stored: Inputs, queries: Packing, keys: Packing) -> Tensor:
+        """Attends to sequences: query parts [Tq, heads, ...], latents [Tk, 1, latent + rope] -> [Tq, heads, value]."""
+        (latent,) = stored
+        key, value = self._expand(latent[:, 0])
+        return attend(torch.cat(inputs, dim=-1), key, value, queries, keys, self.config.score_config)
 
     def _attend_rows(self, inputs: Inputs, sequence_rows: SequenceRows) -> Tensor:
         """Attends to keys on other ranks, or that sequences share."""
@@ -223,18 +251,21 @@ class LatentAttention(Block):
     def _decode(self, inputs: Inputs, stores: Stores, attend_stores: AttendCache) -> Tensor:
         """Decodes one token of each sequence. Its query attends to the latents, one key head that all heads share."""
         config = self.config
-        query_part, query_rotated, _ = inputs
+        query_part, query_rotated = inputs
         to_key, to_value = self._expansions(local(self.kv_b_proj.weight))  # [heads, …, latent] each
-        query_latent = torch.einsum("thn,hnl->thl", query_part, to_key)
+        query_latent = query_part.new_empty(*query_part.shape[:2], config.latent_size)
+        torch.bmm(query_part.transpose(0, 1), to_key, out=query_latent.transpose(0, 1))
         adapter = self.kv_b_proj.adapter
         if adapter is not None:  # W + scale · B · A, without computing it
             a, scale = local(adapter.a), adapter.config.scale
             b_key, b_value = self._expansions(local(adapter.b))  # [heads, …, rank] each
-            query_latent = query_latent + torch.einsum("thn,hnr->thr", query_part * scale, b_key) @ a
-        query = torch.cat((query_latent, query_rotated), dim=-1)
+            query_latent += torch.einsum("thn,hnr->thr", query_part * scale, b_key) @ a
         (latents,) = stores
-        attended = attend_stores(query, latents, latents[..., : config.latent_size], config.score_config)
-        values = torch.einsum("thl,hvl->thv", attended, to_value)
+        attended = attend_stores(
+            (query_latent, query_rotated), latents, latents[..., : config.latent_size], config.score_config
+        )
+        values = attended.new_empty(*attended.shape[:2], config.value_dim)
+        torch.bmm(attended.transpose(0, 1), to_value.transpose(1, 2), out=values.transpose(0, 1))
         if adapter is not None:
             values = values + torch.einsum("thr,hvr->thv", attended @ a.T * scale, b_value)
         return values

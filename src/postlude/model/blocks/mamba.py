@@ -247,12 +247,11 @@ class StateSpace(Recurrence):
         )
         return y, states, inputs[0]
 
-    def step(self, inputs: Inputs, states: States) -> tuple[Tensor, States]:
-        """Runs one token of each sequence. Returns [sequences, heads, p] and the states after it."""
-        channels, last = convolve_step(inputs[0], states[0], self.kernel, self.bias, silu=True)
+    def step(self, inputs: Inputs, states: States, running: Tensor | None) -> Tensor:
+        """Runs one token of each sequence. Returns [sequences, heads, p]."""
+        channels = convolve_step(inputs[0], states[0], self.kernel, self.bias, running, silu=True)
         x, b, c = self._parts(channels)
-        y, state = ssd_step(x, self._time_steps(inputs[1]), self.A, b, c, self.D, states[1])
-        return y, (last, state)
+        return ssd_step(x, self._time_steps(inputs[1]), self.A, b, c, self.D, states[1], running)
 
     def _parts(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         heads, width = len(self.A), self.config.head_dim

@@ -48,6 +48,11 @@ class GatedConfig(BlockConfig):
                 "or set gated=True."
             )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is gated, by the activation alone: without alpha, limit and offset."""
+        return self.gated and self.alpha == 1.0 and self.limit is None and not self.up_offset
+
     @classmethod
     def gated_fields(cls, others: Sequence[BlockConfig]) -> dict[str, Any]:
         """Returns the fields of the first GatedConfig among `others`, else the shared fields of the first."""
@@ -75,7 +80,6 @@ class GatedConfig(BlockConfig):
         return output
 
     def _clamp_and_offset(self, gate: Tensor | None, up: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Applies `limit` and `up_offset`."""
         if gate is None:
             return gate, up
         if self.limit is not None:
@@ -107,11 +111,6 @@ class MLPConfig(GatedConfig):
         """Counts the norm's output and the features; gradients of those before the activation, and of the output."""
         return 2 * hidden_size + self.intermediate_size * (3 if self.gated else 2)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is only GEMMs and the activation: no bias, alpha, limit or offset."""
-        return not self.bias and self.alpha == 1.0 and self.limit is None and not self.up_offset
-
 
 class MLP(Block):
     """down(activation(gate(x)) · up(x)), or down(activation(up(x)))."""
@@ -136,7 +135,7 @@ class MLP(Block):
         """Supports a gated MLP of GEMMs and an activation only: see `Block`."""
         config, operand = self.config, fused_operand(self.fused_projections()[0])
         output = fused_operand((self.down_proj,))
-        if operand is None or output is None or not config.gated or not config.is_plain:
+        if operand is None or output is None or config.bias or not config.is_plain:
             return None
         return mlp_add(hidden, norm, config.activation, operand, output, context.counters)
 

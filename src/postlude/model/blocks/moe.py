@@ -7,20 +7,21 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from postlude.checks import Finite, NonNegative, check_choice
 from postlude.layout import Layout, nearest_degrees
-from postlude.lora import LoRAGroup, SharedMatrix
+from postlude.lora import LoRAGroup
 from postlude.model.block_config import BlockConfig, LayerMetric, Size, SizeOrZero
 from postlude.model.blocks.block import Block, SeparateUnit
+from postlude.model.blocks.experts import Experts, SharedExpert
 from postlude.model.blocks.mlp import GatedConfig, MLPConfig
 from postlude.model.config import ModelConfig
 from postlude.model.context import ForwardContext
-from postlude.model.expert_linear import ExpertLinear, apply_expert_linears
-from postlude.model.parallel import FP32Linear, FSDPUnit, Linear
+from postlude.model.parallel import FP32Linear, Linear
 from postlude.model.recompute import Recompute, recomputed
 from postlude.model.steps import LayerStep, compute, exchange
+from postlude.ops.decode_experts import add_experts, choose_experts, decodes_experts
 from postlude.ops.experts import (
     ExpertRoute,
     add_aux_loss,
@@ -31,8 +32,9 @@ from postlude.ops.experts import (
     start_expert_route,
     weighted_sum,
 )
+from postlude.ops.norm import Norm, rms_norm
 from postlude.router_losses import Balance
-from postlude.world.mesh import Axis, Mesh
+from postlude.world.mesh import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +220,8 @@ class MoE(Block):
         self.moves_bias = config.selection_bias and config.selection_bias_rate > 0
         router = FP32Linear if config.router_fp32 else Linear
         self.router = router(model.hidden_size, config.experts, bias=config.router_bias, tp=mesh.tp)
-        self.experts = Experts(config, config.latent_size or model.hidden_size, mesh.ep)
+        expert_sizes = (config.experts, config.latent_size or model.hidden_size)
+        self.experts = Experts(config, *expert_sizes, mesh.ep, bias=config.expert_bias)
         self.latent_down = self.latent_up = None
         if config.latent_size:
             self.latent_down = Linear(model.hidden_size, config.latent_size, tp=mesh.tp)
@@ -229,7 +232,10 @@ class MoE(Block):
         self.batch_counted = False
         if config.counts_batch:
             self.register_buffer("batch_load", torch.zeros(config.experts, dtype=torch.float32), persistent=False)
-        self.shared = SharedExpert(config, model.hidden_size, mesh.tp) if config.shared_intermediate_size else None
+        self.shared = None
+        if config.shared_intermediate_size:
+            sizes = (model.hidden_size, config.shared_intermediate_size)
+            self.shared = SharedExpert(config, *sizes, mesh.tp, gate=config.shared_gate)
 
     @property
     def cuda_graphable(self) -> bool:
@@ -253,6 +259,10 @@ class MoE(Block):
             *([exchange("combine", "rows", plan_name="to_tokens")] if between else []),
             compute("merge", self.merge),
         )
+
+    def fused_projections(self) -> tuple[tuple[Linear, ...], ...]:
+        """Returns those of the shared expert."""
+        return () if self.shared is None else self.shared.fused_projections()
 
     def sharded_separately(self) -> tuple[SeparateUnit, ...]:
         """Returns the experts, and an fp32 router."""
@@ -280,6 +290,28 @@ class MoE(Block):
         """Raises the bias of experts below the mean load and lowers the others'."""
         if self.moves_bias:
             self.selection_bias += self.config.selection_bias_rate * torch.sign(self.load.mean() - self.load)
+
+    def fused_decode(self, hidden: Tensor, norm: Norm, context: ForwardContext) -> Tensor | None:
+        """Supports few rows of experts without adapters, and routers that choose among all experts: see `Block`."""
+        config, experts = self.config, self.experts.operand()
+        replays = context.routing(self.name) is not None
+        if experts is None or replays or config.groups > 1 or config.latent_size or self.mesh.ep.group is not None:
+            return None
+        bias = self.selection_bias if config.selection_bias else None
+        if not decodes_experts(hidden, config.top_k, experts, bias):
+            return None
+        tokens = rms_norm(hidden, norm.weight, norm.eps, norm.offset)
+        logits, shared = self.router(tokens), None
+        if self.shared is not None:  # while the counters are zero
+            with_shared = self.shared.fused_decode(hidden, norm, context.counters)
+            hidden, shared = (hidden, self.shared(tokens)) if with_shared is None else (with_shared, None)
+        chosen = choose_experts(
+            logits, bias, context.counters, config.top_k, softmax=config.scores == "softmax",
+            normalise=config.normalise, scale=config.weight_scale, dtype=tokens.dtype,
+        )  # fmt: skip
+        assert context.decode_state is not None
+        context.decode_state.record_routing(self.name, chosen.choice)
+        return add_experts(hidden, tokens, chosen, experts, shared)
 
     def route(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Any]:
         """Chooses experts: `choice` and `weights` [T, top_k]. The shared expert needs no exchange, so it runs here.
@@ -393,7 +425,7 @@ class MoE(Block):
             ones = ones * context.token_mask[:, None]
         rows, slots = 1, choice
         by_sequence = self.config.balance_coefficient and self.config.balance == "sequence"
-        if by_sequence or context.trunk is not None:
+        if by_sequence or context.segments is not None:
             rows, slots = context.packing.count, choice + experts * context.sequence_index[:, None]
         # Whole numbers, so their sum is the same in any order.
         return ones.new_zeros(rows * experts).scatter_add_(0, slots.flatten(), ones.flatten()).view(rows, experts)
@@ -419,7 +451,7 @@ class MoE(Block):
         sums = {"load": counts.sum(0)}
         if config.balance_coefficient:
             totals = self.batch_load.expand_as(counts) if config.counts_batch else context.total(counts)
-            one_row = config.counts_batch and context.trunk is None
+            one_row = config.counts_batch and context.segments is None
             rows = torch.zeros_like(choice[:, 0]) if one_row else context.sequence_index
             share = context.sum_to_segments(totals / totals.sum(-1, keepdim=True).clamp_min(1.0))
             probabilities = context.drop_padding(self.probability(scores))
@@ -446,52 +478,3 @@ class MoE(Block):
         logsumexp = logits[:, 0] - logits.log_softmax(-1)[:, 0]  # two kernels instead of logsumexp's nine
         values = context.count_copies(torch.stack((entropy, logsumexp.square()), dim=-1)).sum(0)
         return {"entropy": values[0], "z": values[1]}
-
-
-class Experts(FSDPUnit):
-    """This rank's experts, stacked: gate and up [E / ep, I, H], down [E / ep, H, I], and biases if any."""
-
-    lora_groups: ClassVar[Mapping[str, LoRAGroup]] = {"": "experts"}
-    lora_shared: ClassVar[Mapping[str, SharedMatrix]] = {"gate_proj": "a", "up_proj": "a", "down_proj": "b"}
-    """The matrix of an adapter on the side of the hidden states, which experts may share."""
-    alternating: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
-
-    def __init__(self, config: MoEConfig, hidden_size: int, ep: Axis) -> None:
-        super().__init__()
-        self.config = config
-        count, inner, bias = config.experts, config.intermediate_size, config.expert_bias
-        self.gate_proj = ExpertLinear(count, hidden_size, inner, ep, bias=bias) if config.gated else None
-        self.up_proj = ExpertLinear(count, hidden_size, inner, ep, bias=bias)
-        self.down_proj = ExpertLinear(count, inner, hidden_size, ep, bias=bias)
-
-    def forward(self, rows: Tensor, counts: Tensor, recompute: Recompute = "none") -> Tensor:
-        """Applies the experts to `rows` [R, H], sorted by expert with `counts` [E / ep] -> [R, H]."""
-        return recomputed(self._work, "selective" if recompute == "selective" else "none", rows, counts)
-
-    def _work(self, rows: Tensor, counts: Tensor) -> Tensor:
-        layers = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
-        *gates, up = apply_expert_linears(rows, counts, *layers)
-        output: Tensor = self.down_proj(self.config.features(gates[0] if gates else None, up), counts)
-        return output
-
-
-class SharedExpert(nn.Module):
-    """An MLP for every token, scaled by a sigmoid gate if there is one. Each rank has all of it."""
-
-    lora_groups: ClassVar[Mapping[str, LoRAGroup]] = {"token_gate": "named"}
-    never_fp8 = ("token_gate",)
-
-    def __init__(self, config: MoEConfig, hidden_size: int, tp: Axis) -> None:
-        super().__init__()
-        self.config = config
-        size = config.shared_intermediate_size
-        self.gate_proj = Linear(hidden_size, size, tp=tp) if config.gated else None
-        self.up_proj = Linear(hidden_size, size, tp=tp)
-        self.down_proj = Linear(size, hidden_size, tp=tp)
-        self.token_gate = Linear(hidden_size, 1, tp=tp) if config.shared_gate else None
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Applies the shared expert, [T, H] -> [T, H]."""
-        gate = self.gate_proj(tokens) if self.gate_proj is not None else None
-        output: Tensor = self.down_proj(self.config.features(gate, self.up_proj(tokens)))
-        return output if self.token_gate is None else output * self.token_gate(tokens).sigmoid()

@@ -34,7 +34,6 @@ class Recurrence(ABC):
         return self.run(inputs, packing, last_states=False)[0]
 
     def scan(self, inputs: Inputs, packing: Packing) -> tuple[Tensor, States]:
-        """Returns the outputs and the states after each sequence."""
         outputs, states, channels = self.run(inputs, packing, last_states=True)
         assert states is not None
         return outputs, (last_inputs(channels, packing, self.kernel.shape[1] - 1), states)
@@ -44,8 +43,8 @@ class Recurrence(ABC):
         """Returns the outputs, the scan's states after each sequence on request, and the convolution's inputs."""
 
     @abstractmethod
-    def step(self, inputs: Inputs, states: States) -> tuple[Tensor, States]:
-        """Runs one token of each sequence. Returns [sequences, heads, width] and the states after it."""
+    def step(self, inputs: Inputs, states: States, running: Tensor | None) -> Tensor:
+        """Runs one token of each sequence. Returns [sequences, heads, width]. See `RecurrentStep`."""
 
 
 class Recurrent(Block):
@@ -65,19 +64,15 @@ class Recurrent(Block):
     """Parameters that start from one, whatever the model's norms do."""
 
     def steps(self) -> tuple[LayerStep, ...]:
-        """Returns the steps. The vectors are gathered in a separate step, so that everything else can be recomputed."""
         return (compute("vectors", self.read_vectors, recompute_selective=False), compute("sublayer", self.run))
 
     def sharded_separately(self) -> tuple[SeparateUnit, ...]:
-        """Returns the vectors, in fp32."""
         return (SeparateUnit(self.vectors, fp32=True),)
 
     def read_vectors(self, hidden: Tensor, context: ForwardContext) -> Mapping[str, Any]:
-        """Reads the vectors of this rank's heads."""
         return {"vectors": self.vectors(hidden.detach())}
 
     def run(self, hidden: Tensor, vectors: Mapping[str, Tensor], context: ForwardContext) -> Mapping[str, Tensor]:
-        """Runs everything else."""
         hidden, normed = self.norm.with_residual(hidden)
         return self.add_residual(hidden, self.mix(normed, vectors, context))
 

@@ -21,7 +21,6 @@ TILE, MAX_COLUMNS, WARPS = 2048, 1024, 4  # numbers of a tile, and the most of o
 
 
 def forward(gate: Tensor | None, up: Tensor, activation: str) -> Tensor:
-    """See `gated_activation`."""
     up_rows = as_rows(up)
     gate_rows = up_rows if gate is None else as_rows(gate)
     output = contiguous_like(up_rows)

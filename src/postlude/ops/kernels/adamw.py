@@ -42,7 +42,6 @@ def step(
     seed: int,
     bounds: TensorSlice,
 ) -> None:
-    """See `adamw_step`."""
     columns = weight.shape[-1]
     count = weight.numel() // max(columns, 1) * scales_shape((columns,))[0]
     if not count:
@@ -68,7 +67,6 @@ def step(
 
 @triton.jit
 def _hash(bits):
-    """Hashes uint32, as `ops.adamw._hash`."""
     bits = (bits ^ (bits >> 16)) * 0x7FEB352D
     bits = (bits ^ (bits >> 15)) * 0x846CA68B
     return bits ^ (bits >> 16)
@@ -170,5 +168,4 @@ def _step_kernel(
 
 @triton.jit
 def _uniform(bits):
-    """Returns a number between 0 and 1 from 16 random bits."""
     return (bits.to(tl.float32) + 0.5) / 65536

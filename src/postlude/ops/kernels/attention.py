@@ -52,8 +52,6 @@ class AttentionTile:
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """The tiles of the three kernels."""
-
     forward: AttentionTile
     queries: AttentionTile
     keys: AttentionTile
@@ -185,7 +183,6 @@ def _key_table(
 
 
 def _starts_and_lengths(packing: Packing, sequence: Array) -> tuple[Array, Array]:
-    """Returns the first row and the length of each of these sequences."""
     lengths = np.array(packing.lengths)
     return (lengths.cumsum() - lengths)[sequence], lengths[sequence]
 
@@ -270,7 +267,6 @@ class AttentionCall:
         tiles: AttentionTiles | None = None,
         rectangles: tuple[Rectangle, ...] = (),
     ) -> AttentionCall:
-        """Builds the call for `inputs` (query, key, value), with the tiles for their widths unless given."""
         needed_window = None if window is not None and window >= keys.longest_path else window
         if needed_window is not None and queries.parents is not None:
             raise ValueError(
@@ -325,7 +321,6 @@ def backward(
     gradient: Tensor,
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of query, key, value and sinks."""
     window, softcap = call.window, call.softcap
     gradient = gradient.contiguous()
     heads, group = query.shape[1], query.shape[1] // key.shape[1]
@@ -400,7 +395,6 @@ def _strides_and_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, 
 def _constants(
     query: Tensor, value: Tensor, group: int, pack: int, tile: AttentionTile, window: int | None, softcap: float | None
 ) -> tuple[int, ...]:
-    """Returns the kernels' constants from WIDTH on."""
     width, value_width = query.shape[-1], value.shape[-1]
     wide, value_wide = (max(16, 1 << (size - 1).bit_length()) for size in (width, value_width))
     tiles = (pack, tile.rows // pack, tile.keys)

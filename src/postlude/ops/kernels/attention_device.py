@@ -60,7 +60,6 @@ def _scores(product, scale, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _softcap_slope(scores, softcap, SOFTCAP: tl.constexpr):
-    """Returns the derivative of the score with respect to the score without a softcap."""
     if SOFTCAP:
         share = scores * (1.0 / softcap)
         slope = 1.0 - share * share
@@ -71,7 +70,6 @@ def _softcap_slope(scores, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _is_visible(query_position, key_position, window, WINDOW: tl.constexpr):
-    """Returns whether a query at `query_position` sees the key at `key_position`; both broadcast."""
     visible = key_position <= query_position
     if WINDOW:
         visible &= key_position > query_position - window
@@ -157,7 +155,6 @@ def forward_kernel(
     PACK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """Computes the output and lse of one tile of queries."""
     parts = heads // PACK
     entry, part = _query_entry(table, runs, tl.program_id(0) // parts), tl.program_id(0) % parts
     first, rows_left, key_row, position = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)

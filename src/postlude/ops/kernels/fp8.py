@@ -44,7 +44,6 @@ def scale_exponent(largest):
 
 @triton.jit
 def power_of_two(exponent):
-    """Returns 2**exponent in fp32, exactly, for exponents of scales."""
     return ((exponent.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
 
 

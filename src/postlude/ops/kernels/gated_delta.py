@@ -12,6 +12,7 @@ gradients of what is written (`delta_gradient_kernel`), those of the states from
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,18 +70,14 @@ class _Table:
 
 
 class GatedDeltaCall:
-    """One call of the operator: its tensors, [T, heads, ...] each unless noted.
+    """One call of the operator: its tensors, [T, heads, ...] each unless noted. `inputs` are in `gated_delta`'s order.
 
     `keep` keeps the inverses for a backward. Call `run` first, then `outputs` or `gradients`.
     """
 
     def __init__(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        log_decay: Tensor,
-        beta: Tensor,
+        inputs: Sequence[Tensor],
         cu_seqlens: Tensor,
         lengths: list[int],
         scale: float,
@@ -88,11 +85,12 @@ class GatedDeltaCall:
         chunk: int,
         keep: bool = False,
     ) -> None:
-        self.query, self.key, self.value = query.contiguous(), key.contiguous(), value.contiguous()
-        self.log_decay, self.beta = log_decay.contiguous(), beta.contiguous()
+        self.inputs = tuple(tensor.contiguous() for tensor in inputs)
+        self.query, self.key, self.value, self.log_decay, self.beta = self.inputs
         self.cu_seqlens, self.scale = cu_seqlens, scale
+        value = self.value
         tokens, heads, width = value.shape
-        key_heads, key_width = key.shape[1:]
+        key_heads, key_width = self.key.shape[1:]
         self.sequences, self.heads, self.key_heads = len(lengths), heads, key_heads
         self.table = _Table.of(lengths, chunk, value.device)
         self.constants: dict[str, Any] = {
@@ -160,7 +158,6 @@ class GatedDeltaCall:
         return output
 
     def gradients(self, grad_output: Tensor, last_state_grads: Tensor | None) -> tuple[Tensor, ...]:
-        """Returns the gradients of query, key, value, log decay and beta, after `run`."""
         grad_output = grad_output.contiguous()
         last_state_grads = None if last_state_grads is None else last_state_grads.contiguous()
         delta_grads = torch.empty_like(self.delta)  # of δ
@@ -178,8 +175,7 @@ class GatedDeltaCall:
             delta_grads, state_grads, last_state_grads, self.cu_seqlens, self.table.first_chunks,
             self.table.longest_first, **constants,
         )  # fmt: skip
-        inputs = (self.query, self.key, self.value, self.log_decay, self.beta)
-        gradients = tuple(torch.empty_like(tensor) for tensor in inputs)
+        gradients = tuple(torch.empty_like(tensor) for tensor in self.inputs)
         _, constants = self.slices_and_constants("input_gradient")
         kernels.input_gradient_kernel[(self.table.count * self.key_heads,)](
             self.query, self.key, self.value, self.beta, self.decay_sums, self.inverse, self.delta, self.states,

@@ -205,7 +205,6 @@ def outputs_kernel(
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """A slice of one chunk's outputs of one head."""
     chunk, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     start = tl.load(starts + chunk).to(tl.int64)
     count = tl.load(stops + chunk) - start

@@ -90,7 +90,6 @@ def attend_pages(
     lengths: Tensor,
     score_config: ScoreConfig,
 ) -> Tensor:
-    """See `paged_attention.attend_pages`."""
     count, kv_heads, width = key.shape
     output = torch.empty(*query.shape[:2], value.shape[-1], dtype=query.dtype, device=query.device)
     _store_new_keys_kernel[(count, kv_heads)](

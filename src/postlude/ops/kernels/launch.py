@@ -44,7 +44,6 @@ class Kernel:
 
 
 def is_current(device: torch.device) -> bool:
-    """Whether this is the current device, on which kernels are launched wherever their tensors are."""
     return device.type != "cuda" or device.index == torch.cuda.current_device()
 
 
@@ -115,5 +114,4 @@ def launches_fast(version: str) -> bool:
 
 
 def contiguous_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns an uninitialised contiguous tensor of the same shape and device."""
     return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)

@@ -112,7 +112,6 @@ def multiprocessors(device: torch.device) -> int:
 
 @triton.jit
 def tile_of(tile, row_tiles, column_tiles, ROW_TILE_GROUP: tl.constexpr):
-    """Returns the row tile and column tile of tile number `tile`."""
     # Neighbouring programs share rows and columns, so that both operands are read from the cache.
     group_tiles = ROW_TILE_GROUP * column_tiles
     first_row_tile = tile // group_tiles * ROW_TILE_GROUP

@@ -1,4 +1,4 @@
-"""The head's epilogues as kernels of one program a row; cuBLAS multiplies.
+"""The head's `Epilogue` as kernels of one program a row; cuBLAS multiplies.
 
 They serve top-k, fp32, and GPUs other than Hopper. In fp32 a head with entropy is 1.3 times as fast as with PyTorch's
 operations: 26 ms against 34, forward and backward, for 2048 tokens, 2048 features and 37,984 entries on an H200
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from postlude.ops.kernels.launch import Kernel, Launcher
 from postlude.ops.linear_logprobs import statistics
-from postlude.ops.linear_logprobs.statistics import Results, Selection, Slab, TokenRows, Upstream
+from postlude.ops.linear_logprobs.statistics import Results, Selection, SelectionRule, Slab, TokenRows, Upstream
 
 LOGIT_COPIES = 1
 
@@ -33,36 +33,24 @@ SCALE_BLOCK, SCALE_BLOCKS = 4096, 16
 _LOWEST = tl.constexpr(statistics.LOWEST)
 
 
-def select(
-    targets: Tensor,
-    temperature: float | Tensor,
-    scale: float,
-    *,
-    ignore_index: int,
-    allowed: tuple[int, int],
-    vocab_start: int,
-    dtype: torch.dtype,
-    target_count: int | None,
-) -> Selection:
-    """See `Epilogue.select`."""
+def select(targets: Tensor, temperature: float | Tensor, scale: float, rule: SelectionRule) -> Selection:
     tensors = temperature if isinstance(temperature, Tensor) else None
     selection = Selection(
         counts=targets.new_empty(3),
         positions=torch.empty_like(targets),
         targets=torch.empty_like(targets),
-        factor=torch.empty_like(targets, dtype=dtype),
-        wrong_count=None if target_count is None else targets.new_empty((), dtype=torch.bool),
+        factor=torch.empty_like(targets, dtype=rule.dtype),
+        wrong_count=None if rule.target_count is None else targets.new_empty((), dtype=torch.bool),
     )
     written = selection.counts, selection.positions, selection.targets, selection.factor, selection.wrong_count
     stride = 0 if tensors is None else tensors.stride(0)
     factor = scale if isinstance(temperature, Tensor) else scale / temperature
-    numbers = (targets.numel(), stride, factor, *allowed, vocab_start, 0 if target_count is None else target_count)
-    _select((1, 1, 1), (targets, tensors, *written), numbers, (ignore_index, SELECTION_BLOCK), SELECTION_WARPS)
+    numbers = (targets.numel(), stride, factor, *rule.allowed, rule.vocab_start, rule.target_count or 0)
+    _select((1, 1, 1), (targets, tensors, *written), numbers, (rule.ignore_index, SELECTION_BLOCK), SELECTION_WARPS)
     return selection
 
 
 def accumulate(slab: Slab, state: Tensor, *, entropy: bool) -> None:
-    """See `Epilogue.accumulate`."""
     count, columns = slab.products.shape
     _accumulate_kernel[(count,)](
         slab.products, slab.products.stride(0), columns, slab.column_range.start, slab.rows.targets,
@@ -79,7 +67,6 @@ def empty_results(state: Tensor) -> Results:
 
 
 def results(state: Tensor) -> Results:
-    """See `Epilogue.results`."""
     count, row_results = state.shape[1], empty_results(state)
     tensors = (state, row_results.logprob, row_results.entropy, row_results.normalizer)
     _results((triton.cdiv(count, ROW_BLOCK), 1, 1), tensors, (state.stride(0), count), (ROW_BLOCK,), 4)
@@ -89,7 +76,6 @@ def results(state: Tensor) -> Results:
 def coefficients(
     rows: TokenRows, normalizer: Tensor, entropy: Tensor, upstream: Upstream, target_positions: Tensor | None
 ) -> Tensor:
-    """See `Epilogue.coefficients`."""
     count = entropy.shape[0]
     output = entropy.new_empty(5, count)
     gradients = upstream.logprob, upstream.entropy, upstream.lse
@@ -175,7 +161,6 @@ def _select_kernel(
 
 @triton.jit
 def tanh(x):
-    """Returns tanh(x) and its slope."""
     # The exponential form loses digits near 0; the series does not.
     square = x * x
     series = x * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
@@ -187,7 +172,6 @@ def tanh(x):
 
 @triton.jit
 def logit_of(product, factor, inner, SOFTCAP: tl.constexpr):
-    """Returns the logit of a product, and the softcap's slope."""
     slope = 1.0
     if SOFTCAP:
         product, slope = tanh(product * inner)
@@ -266,7 +250,6 @@ def _results_kernel(state, logprobs, entropies, normalizer, state_stride, count,
 
 @triton.jit
 def store_results(maximum, total, moment, target, logprobs, entropies, normalizer, row, count, mask):
-    """Stores the results of some rows' states."""
     log_total = tl.log(total)
     entropy = log_total - moment / total
     tl.store(logprobs + row, (target - maximum) - log_total, mask=mask)

@@ -30,7 +30,6 @@ SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 256, 16, 4
 
 
 def forward(vectors: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """See `rms_norm`."""
     rows = as_rows(vectors)
     output = contiguous_like(rows)
     count, width = rows.shape

@@ -53,7 +53,6 @@ def attend(
     exponents: tuple[Tensor, Tensor] | None = None,
     shared: SharedPages | None = None,
 ) -> Tensor:
-    """See `paged_attention.attend_pages`."""
     count, (tokens, heads, width) = len(lengths), query.shape
     tokens_per_row = tokens // max(count, 1)
     page_size, kv_heads, value_width = keys.shape[1], keys.shape[2], values.shape[-1]

@@ -30,7 +30,6 @@ TensorPair = tuple[Tensor, Tensor]
 def forward(
     query: Tensor, key: Tensor, table: TensorPair, weights: TensorPair | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor]:
-    """See `rotate_heads`."""
     query, key = _with_adjacent_features(query), _with_adjacent_features(key)
     outputs = contiguous_like(query), contiguous_like(key)
     (query_programs, key_programs), sizes = _tiles(query.shape[1], key.shape[1], query.shape[2], table[0].shape[-1])
@@ -83,7 +82,6 @@ def _with_adjacent_features(heads: Tensor) -> Tensor:
 
 
 def _strides(heads: Tensor) -> tuple[int, int]:
-    """Returns the strides of tokens and heads."""
     return heads.stride(0), heads.stride(1)
 
 

@@ -60,7 +60,6 @@ class Scan(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The constants of every kernel."""
         (_, heads, width), (_, groups, state) = self.x.shape, self.B.shape
         return {
             "HEADS": heads,
@@ -73,7 +72,6 @@ class Scan(NamedTuple):
 
     @property
     def blocks(self) -> dict[str, int]:
-        """The whole width and state as blocks."""
         return {"P": _block_size(self.x.shape[2]), "N": _block_size(self.B.shape[2])}
 
     def states(self) -> Tensor:

@@ -39,7 +39,6 @@ def aligned(columns: int) -> int:
 
 
 def whole_steps(columns: int) -> int:
-    """Rounds up to a multiple of `ALIGNMENT`."""
     return -(-columns // ALIGNMENT) * ALIGNMENT
 
 

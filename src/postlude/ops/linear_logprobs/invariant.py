@@ -8,10 +8,10 @@ from torch import Tensor
 
 from postlude.ops.batch_invariant import invariant_product, is_batch_invariant
 from postlude.ops.linear import linear
-from postlude.ops.linear_logprobs.backends import select_epilogue
 from postlude.ops.linear_logprobs.gemm import aligned, operand_dtype
 from postlude.ops.linear_logprobs.plan import Shape, plan_rows
-from postlude.ops.linear_logprobs.statistics import Slab, TokenRows, empty_state
+from postlude.ops.linear_logprobs.resolved_call import select_epilogue
+from postlude.ops.linear_logprobs.statistics import SelectionRule, Slab, TokenRows, empty_state
 
 
 def invariant_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -39,16 +39,7 @@ def logprobs_of_logits(logits: Tensor, targets: Tensor, temperature: Tensor) -> 
     (count, columns), dtype = logits.shape, logits.dtype
     logits = _with_aligned_rows(logits)
     epilogue = select_epilogue("auto", logits.device, dtype)
-    selection = epilogue.select(
-        targets,
-        temperature,
-        1.0,
-        ignore_index=-1,
-        allowed=(0, columns),
-        vocab_start=0,
-        dtype=dtype,
-        target_count=None,
-    )
+    selection = epilogue.select(targets, temperature, 1.0, SelectionRule(-1, (0, columns), 0, dtype, None))
     token_rows, state = TokenRows(selection.targets, selection.factor, None), empty_state(count, dtype, logits.device)
     shape = Shape(count, columns, 0, device=logits.device.type)
     for rows, column_range in plan_rows(shape, logits.numel() * dtype.itemsize).slabs(shape):

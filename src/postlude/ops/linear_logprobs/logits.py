@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude.head import check_logits_budget
-from postlude.ops.linear_logprobs.backends import HeadBackend
+from postlude.options import HeadBackend
 
 
 class LogitOptions(TypedDict, total=False):

@@ -92,11 +92,9 @@ class Shape:
 
     @property
     def scratch(self) -> Scratch:
-        """The default sizes on this device."""
         return SCRATCH["cpu" if self.device == "cpu" else "cuda"]
 
     def slab_bytes(self, per_token: int) -> int:
-        """The default size of a slab."""
         return min(max(self.rows * per_token, self.scratch.min_bytes), self.scratch.max_bytes)
 
 
@@ -115,13 +113,11 @@ class Plan:
             yield from ((part, slice(0, shape.columns)) for part in runs(shape.rows, self.size))
 
     def largest(self, shape: Shape) -> tuple[int, int]:
-        """Returns rows and columns of the largest slab."""
         if self.axis == "vocabulary":
             return shape.rows, min(self.size, shape.columns)
         return min(self.size, shape.rows), shape.columns
 
     def count(self, shape: Shape) -> int:
-        """Returns the number of slabs."""
         return -(-(shape.columns if self.axis == "vocabulary" else shape.rows) // self.size)
 
 
@@ -150,7 +146,7 @@ def plan_rows(shape: Shape, memory_budget: int | None = None) -> Plan:
 def plan_tiles(shape: Shape, columns: int, row_bytes: int, memory_budget: int | None = None) -> Plan:
     """Plans the forward of the fused kernel over the vocabulary, in tiles of `columns`.
 
-    A tile leaves `row_bytes` per row until they are joined, which limits a launch.
+    Each tile of a launch holds `row_bytes` of partial statistics per row until they are merged, so memory limits it.
     """
     room = shape.slab_bytes(shape.scratch.partial) if memory_budget is None else memory_budget
     tiles = max(1, room // max(1, shape.rows * row_bytes))

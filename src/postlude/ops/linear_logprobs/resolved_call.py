@@ -5,20 +5,21 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from postlude.checks import check_choice
 from postlude.ops.batch_invariant import is_batch_invariant
-from postlude.ops.linear_logprobs.backends import can_fuse, select_epilogue
+from postlude.ops.kernels.capabilities import gpu_of, use_kernel, warn_of_fallback, why_unmeasured
+from postlude.ops.linear_logprobs import torch_epilogue
 from postlude.ops.linear_logprobs.gemm import HALF, operand_dtype
 from postlude.ops.linear_logprobs.logits import LogitConfig
 from postlude.ops.linear_logprobs.plan import Shape
-from postlude.ops.linear_logprobs.statistics import (
-    Epilogue,
-    TokenRows,
-)
+from postlude.ops.linear_logprobs.statistics import Epilogue, SelectionRule, TokenRows
+from postlude.options import HeadBackend as HeadBackend  # noqa: PLC0414
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class ResolvedCall:
     fused: bool  # whether the fused kernels can take these operands
     group: dist.ProcessGroup | None
     memory_budget: int | None
-    plain: bool  # whether all logits are computed at a time, and differentiated by autograd
+    plain: bool  # whether all logits are held at once, and differentiated by autograd
     wrong_count: Tensor | None = None  # 0-dim bool: target_count was wrong; None if counted
     batch_invariant: bool = False  # a token's results have the same bits, whatever tokens are beside it
 
@@ -69,7 +70,7 @@ class ResolvedCall:
 
     @property
     def can_quantize(self) -> bool:
-        """Whether logits can be held in 16 bits: their gradients overwrite the codes."""
+        """Whether logits can be held as 16-bit codes, which their gradients overwrite."""
         return self.fused and self.operand in HALF and not self.batch_invariant
 
 
@@ -109,16 +110,8 @@ def resolve(hidden: Tensor, weight: Tensor, targets: Tensor, logit_config: Logit
     epilogue = select_epilogue(logit_config.backend, hidden.device, compute)
     scale, inner = (logit_scale, None) if softcap is None else (float(softcap), logit_scale / softcap)
     fused = can_fuse(epilogue, operand, hidden, weight)
-    selection = epilogue.select(
-        targets,
-        temperatures,
-        scale,
-        ignore_index=ignore_index,
-        allowed=allowed,
-        vocab_start=vocab_start,
-        dtype=compute,
-        target_count=target_count,
-    )
+    rule = SelectionRule(ignore_index, allowed, vocab_start, compute, target_count)
+    selection = epilogue.select(targets, temperatures, scale, rule)
     count = target_count
     if count is None:
         count, ignored, invalid_temperatures = selection.counts.tolist()  # the only wait for the device
@@ -206,10 +199,35 @@ def _flat_temperature(temperature: float | Tensor, targets: Tensor) -> float | T
 
 
 def _target_error(targets: Tensor, ignore_index: int, allowed: tuple[int, int]) -> ValueError:
-    """Returns the error for targets that are neither ignored nor in the vocabulary."""
     low, high = allowed
     invalid = ((targets != ignore_index) & ((targets < low) | (targets >= high))).nonzero()[:, 0].tolist()
     return ValueError(
         f"target {int(targets[invalid[0]])} at position {invalid[0]} is outside the vocabulary, {low} to {high - 1} "
         f"({len(invalid)} such of {targets.numel()}). Mark a position without a target by ignore_index={ignore_index}."
+    )
+
+
+def select_epilogue(backend: HeadBackend, device: torch.device, dtype: torch.dtype) -> Epilogue:
+    """Returns the epilogue for tensors on `device` whose logits are computed in `dtype`."""
+    check_choice("the head's backend", backend, get_args(HeadBackend))
+    if backend == "logits" or not use_kernel("linear_logprobs", backend, device, dtype):
+        return torch_epilogue
+    from postlude.ops.kernels import linear_logprobs_rows  # needs triton
+
+    return linear_logprobs_rows
+
+
+def can_fuse(epilogue: Epilogue, operand: torch.dtype, hidden: Tensor, weight: Tensor) -> bool:
+    """Whether the fused kernels can take these operands: tensor copies need half precision and 16-byte steps."""
+    if epilogue is torch_epilogue or (hidden.is_cuda and operand not in HALF):
+        return False
+    if reason := why_unmeasured("linear_logprobs_fused", gpu_of(hidden.device)):
+        warn_of_fallback("linear_logprobs_fused", reason)
+        return False
+    return all(
+        tensor.dtype == operand
+        and tensor.is_contiguous()
+        and tensor.data_ptr() % 16 == 0
+        and tensor.shape[-1] * tensor.element_size() % 16 == 0
+        for tensor in (hidden, weight)
     )

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,16 @@ class TokenRows:
         return self.factor if self.inner is None else self.factor * self.inner
 
 
+class SelectionRule(NamedTuple):
+    """Which tokens are projected: those whose target is in `allowed`, a range, and not `ignore_index`."""
+
+    ignore_index: int
+    allowed: tuple[int, int]
+    vocab_start: int
+    dtype: torch.dtype  # of the factors
+    target_count: int | None
+
+
 @dataclass(frozen=True)
 class Selection:
     """The tokens to project, in order, at the front of tensors with room for all; the rest is undefined.
@@ -65,8 +75,6 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True)
 class Operands:
-    """The operands of a part of hidden @ weightᵀ: some tokens and some vocabulary columns."""
-
     hidden: Tensor  # [rows, H]
     weight: Tensor  # [columns, H]
     row_range: slice
@@ -88,19 +96,8 @@ class Epilogue(Protocol):
     LOGIT_COPIES: int
     """The number of copies of a slab in memory, itself included."""
 
-    def select(
-        self,
-        targets: Tensor,
-        temperature: float | Tensor,
-        scale: float,
-        *,
-        ignore_index: int,
-        allowed: tuple[int, int],
-        vocab_start: int,
-        dtype: torch.dtype,
-        target_count: int | None,
-    ) -> Selection:
-        """Selects tokens whose target is in `allowed` and not `ignore_index`; their factor is scale / temperature.
+    def select(self, targets: Tensor, temperature: float | Tensor, scale: float, rule: SelectionRule) -> Selection:
+        """Selects tokens; their factor is scale / temperature.
 
         If their number is not `target_count`, another target is invalid, or a temperature is not above 0, every factor
         is NaN.
@@ -179,7 +176,6 @@ class TopKLogits:
 
     @staticmethod
     def stacked(parts: Sequence[TopKLogits]) -> TopKLogits:
-        """Returns the entries of consecutive rows as one."""
         return TopKLogits(torch.cat([part.logits for part in parts]), torch.cat([part.ids for part in parts]))
 
     def merged(self, logits: Tensor, ids: Tensor) -> TopKLogits:
@@ -226,7 +222,6 @@ class Results:
 
     @property
     def lse(self) -> Tensor:
-        """log Σ e^ℓ."""
         return self.normalizer.sum(0)
 
     @property
@@ -246,8 +241,6 @@ class Upstream:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedStats:
-    """The results a call requests besides the log-probs."""
-
     entropy: bool
     lse: bool
     top1: bool

@@ -1,4 +1,4 @@
-"""The two passes over the logits: statistics in the forward, gradients in the backward. The plan has the slabs."""
+"""The two passes over the slabs of a plan: statistics in the forward, gradients in the backward."""
 
 from __future__ import annotations
 
@@ -44,8 +44,6 @@ class Head:
 
 @dataclass(frozen=True)
 class GradientsNeeded:
-    """Which of the head's tensors need a gradient."""
-
     hidden: bool
     weight: bool
     bias: bool
@@ -64,7 +62,6 @@ class Projection:
         self.buffer = torch.empty(rows * gemm.aligned(columns), dtype=call.compute, device=self.hidden.device)
 
     def slab(self, rows: slice, columns: slice) -> Slab:
-        """Projects `rows` on `columns`."""
         hidden, weight = self.hidden[rows], self._weight(columns)
         bias = None if self.head.bias is None else self.head.bias[columns].to(self.call.compute).contiguous()
         stride = gemm.aligned(weight.shape[0])
@@ -136,13 +133,12 @@ class QuantizedProjection:
     def __init__(self, head: Head, rows: TokenRows, operand: torch.dtype, plan: Plan, shape: Shape) -> None:
         self.head = head
         self.rows = rows
-        max_rows, columns = plan.largest(shape)
-        self.codes = torch.empty(max_rows, gemm.whole_steps(columns), dtype=operand, device=head.hidden.device)
+        largest_rows, columns = plan.largest(shape)
+        self.codes = torch.empty(largest_rows, gemm.whole_steps(columns), dtype=operand, device=head.hidden.device)
         self.bias = _fused_bias(head)
         self.scored: tuple[Operands, Tensor, Tensor] | None = None
 
     def score(self, rows: slice, columns: slice, state: Tensor, *, entropy: bool) -> Results:
-        """See `Projection.score`. The state starts here, and entropy costs nothing."""
         from postlude.ops.kernels.linear_logprobs_quantized import encode
 
         hidden, weight = self.head.hidden[rows], self.head.weight
@@ -153,7 +149,6 @@ class QuantizedProjection:
         return results
 
     def differentiate(self, results: Results, upstream: Upstream) -> tuple[Operands, Tensor]:
-        """See `Projection.differentiate`."""
         from postlude.ops.kernels.linear_logprobs_quantized import decode
 
         assert self.scored is not None, "nothing was scored"
@@ -164,8 +159,8 @@ class QuantizedProjection:
 
 @dataclass(frozen=True)
 class TokenSweep:
-    """One sweep over tokens: its plan, where its state [4, n] and logits are, and whether the weight's gradient is
-    summed in the compute dtype (`exact`).
+    """One sweep over tokens: its plan, its state [4, n], the projection that holds a slab's logits, and whether the
+    weight's gradient is summed in the compute dtype (`exact`).
     """
 
     shape: Shape
@@ -183,7 +178,6 @@ class TokenSweep:
         needed: GradientsNeeded,
         budget: int | None,
     ) -> TokenSweep:
-        """Builds a sweep with logits in 16 bits."""
         in_training = has_main_grad(head.weight)
         plan, exact = plan_quantized_sweep(
             shape, weight_gradient=needed.weight, in_training=in_training, memory_budget=budget

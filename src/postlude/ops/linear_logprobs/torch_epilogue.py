@@ -1,4 +1,4 @@
-"""The epilogue in plain PyTorch: any device, any floating dtype."""
+"""The epilogue in plain PyTorch: any device, any floating dtype. `Epilogue` explains its functions."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from postlude.ops.linear_logprobs.statistics import (
     TARGET,
     Results,
     Selection,
+    SelectionRule,
     Slab,
     TokenRows,
     Upstream,
@@ -23,20 +24,10 @@ from postlude.ops.linear_logprobs.statistics import (
 LOGIT_COPIES = 3  # the products, their logits, and one intermediate
 
 
-def select(
-    targets: Tensor,
-    temperature: float | Tensor,
-    scale: float,
-    *,
-    ignore_index: int,
-    allowed: tuple[int, int],
-    vocab_start: int,
-    dtype: torch.dtype,
-    target_count: int | None,
-) -> Selection:
-    """See `Epilogue.select`."""
-    ignored = targets == ignore_index
-    selected = (targets >= allowed[0]) & (targets < allowed[1]) & ~ignored
+def select(targets: Tensor, temperature: float | Tensor, scale: float, rule: SelectionRule) -> Selection:
+    (low, high), dtype, target_count = rule.allowed, rule.dtype, rule.target_count
+    ignored = targets == rule.ignore_index
+    selected = (targets >= low) & (targets < high) & ~ignored
     if isinstance(temperature, Tensor):
         factor, invalid_temperature = scale / temperature.to(dtype), selected & ~(temperature > 0)
     else:
@@ -50,26 +41,24 @@ def select(
         count, ignored_count, invalid_count = counts.unbind()
         wrong_count = (count != target_count) | (ignored_count != targets.numel() - target_count) | (invalid_count != 0)
         factor = factor.masked_fill(wrong_count, torch.nan)
-    return Selection(counts, positions, targets[positions] - vocab_start, factor, wrong_count)
+    return Selection(counts, positions, targets[positions] - rule.vocab_start, factor, wrong_count)
 
 
 def accumulate(slab: Slab, state: Tensor, *, entropy: bool) -> None:
-    """See `Epilogue.accumulate`."""
     logits, _ = transform(slab)
     owned, column = _target_columns(slab)
-    chunk_state = torch.zeros_like(state)
-    chunk_state[TARGET] = torch.where(owned, logits.gather(1, column), LOWEST)[:, 0]
-    chunk_state[MAXIMUM] = logits.amax(1)
-    gap = logits.sub_(chunk_state[MAXIMUM][:, None])
+    slab_state = torch.zeros_like(state)
+    slab_state[TARGET] = torch.where(owned, logits.gather(1, column), LOWEST)[:, 0]
+    slab_state[MAXIMUM] = logits.amax(1)
+    gap = logits.sub_(slab_state[MAXIMUM][:, None])
     share = gap.exp()
-    chunk_state[SUM] = share.sum(1)
+    slab_state[SUM] = share.sum(1)
     if entropy:
-        chunk_state[MOMENT] = share.mul_(gap).sum(1)
-    state.copy_(merge(torch.stack((state, chunk_state))))
+        slab_state[MOMENT] = share.mul_(gap).sum(1)
+    state.copy_(merge(torch.stack((state, slab_state))))
 
 
 def results(state: Tensor) -> Results:
-    """See `Epilogue.results`."""
     maximum, total, moment, target = state.unbind(0)
     log_total = total.log()
     return Results(
@@ -83,7 +72,6 @@ def results(state: Tensor) -> Results:
 def coefficients(
     rows: TokenRows, normalizer: Tensor, entropy: Tensor, upstream: Upstream, target_positions: Tensor | None
 ) -> Tensor:
-    """See `Epilogue.coefficients`."""
     at_target, linear, at_all = (
         torch.zeros_like(entropy)
         if row is None
@@ -94,7 +82,6 @@ def coefficients(
 
 
 def differentiate(slab: Slab, coefficients: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `Epilogue.differentiate`."""
     logits, slope = transform(slab)
     owned, column = _target_columns(slab)
     maximum, log_total, at_target, constant, linear = (row[:, None] for row in coefficients)
@@ -108,7 +95,6 @@ def differentiate(slab: Slab, coefficients: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def scale(tensor: Tensor, factor: Tensor) -> Tensor:
-    """See `Epilogue.scale`."""
     return tensor.mul_(factor)
 
 

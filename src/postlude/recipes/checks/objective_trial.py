@@ -13,7 +13,8 @@ import torch
 
 from postlude.data import Batch, pack
 from postlude.data.chat import EncodedSequence
-from postlude.engine.normalizer import NO_GRADIENT, LossNormalizer, MetricAccumulator
+from postlude.engine.normalizer import LossNormalizer
+from postlude.engine.pass_metrics import NO_GRADIENT, LossRecord
 from postlude.layout import Layout
 from postlude.model import ModelConfig, OutputHead, OutputInputs
 from postlude.model.parallel import ValueHead
@@ -93,10 +94,10 @@ def _call(
         config,
         mtp=depths if microbatch.mtp_microbatches else None,
     )
-    accumulator = MetricAccumulator(LossNormalizer([microbatch]))
-    value = accumulator.evaluate(objective(inputs), microbatch)
-    if accumulator.loss_error is not None:
-        raise accumulator.loss_error
+    record = LossRecord(LossNormalizer([microbatch]))
+    value = record.evaluate(objective(inputs), microbatch)
+    if record.error is not None:
+        raise record.error
     if value.requires_grad:
         value.backward()
     elif float(value):

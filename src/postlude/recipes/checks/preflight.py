@@ -39,7 +39,7 @@ from postlude.plan.memory import MemoryEstimate, estimate_memory, generator_byte
 from postlude.plan.parameter_count import count_parameters, total_parameters
 from postlude.recipes.checks.objective_trial import try_mtp_processor, try_objective
 from postlude.recipes.config.rollout import NativeRollout
-from postlude.recipes.config.schema import default_values, plain
+from postlude.recipes.config.schema import plain
 from postlude.recipes.config.settings import (
     MTPSettings,
     ObjectiveFile,
@@ -51,12 +51,12 @@ from postlude.recipes.export import check_push
 from postlude.recipes.mtp import describe_mtp, model_source
 from postlude.recipes.report.formatting import format_bytes
 from postlude.recipes.run.completion_tables import check_completion_tables
-from postlude.recipes.run.config_changes import MAY_CHANGE
+from postlude.recipes.run.config_changes import allowed_changes
 from postlude.recipes.run.directory import OtherRun, check_run
-from postlude.recipes.run.input_files import input_files
-from postlude.recipes.run.lock import LOCK, RunLock
+from postlude.recipes.run.lock import LOCK, RunLock, check_overwrite, delete_run
 from postlude.recipes.run.loggers import check_loggers
-from postlude.recipes.run.overwrite import check_overwrite, delete_run
+from postlude.recipes.run.monitor import check_port
+from postlude.recipes.run.run_traces import check_traces
 from postlude.recipes.sequence_limit import SequenceLimit, sequence_limit
 from postlude.training_options import TrainingOptions
 
@@ -140,7 +140,6 @@ class PreflightInputs:
 
     @cached_property
     def source(self) -> Source:
-        """The source of the model."""
         config = self.config
         if isinstance(config, TrainingConfig):
             return model_source(config.model, config.mtp)
@@ -148,12 +147,10 @@ class PreflightInputs:
 
     @cached_property
     def model(self) -> tuple[Family | None, ModelConfig]:
-        """The model's family, or None, and its config."""
         return read_model(self.source)
 
     @cached_property
     def limit(self) -> SequenceLimit:
-        """The maximum tokens of a sequence."""
         return sequence_limit(self.config, self.model[1])
 
     @cached_property
@@ -178,7 +175,6 @@ class PreflightInputs:
 
     @cached_property
     def memory(self) -> list[MemoryEstimate]:
-        """Memory of a rank of each pipeline stage."""
         config: TrainingConfig = self.config
         rollout, generator = getattr(config, "rollout", None), 0
         if isinstance(rollout, NativeRollout):
@@ -201,6 +197,10 @@ def model_checks(inputs: PreflightInputs) -> Iterator[Check]:
     yield Check("device", lambda: _device(inputs.launch))
     yield Check("run", lambda: _run(inputs))
     yield Check("loggers", lambda: check_loggers(inputs.config.loggers))
+    if inputs.config.observe.metrics_port is not None and inputs.launch.on_this_machine:
+        yield Check("observe.metrics_port", lambda: check_port(inputs.config.observe))
+    if inputs.config.observe.traces:
+        yield Check("observe.traces", check_traces)
     if getattr(getattr(inputs.config, "data", inputs.config), "save_completions", False):
         yield Check("completions", check_completion_tables)
     yield Check("model", lambda: _model(inputs))
@@ -293,8 +293,7 @@ def _run(inputs: PreflightInputs) -> str:
         check_overwrite(path, plain(config))
         inputs.on_success.insert(0, partial(delete_run, path))
         return f"{path}, overwritten"
-    defaults, files = default_values(type(config)), partial(input_files, config)
-    check_run(path, plain(config), may_change=MAY_CHANGE, defaults=defaults, files=files)
+    check_run(path, plain(config), changes=allowed_changes(config))
     if (path / LOCK).exists():
         RunLock(path).release()  # raises if another process holds it
     return str(path)

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedTokenizerBase
 
-from postlude.hf.load import check_weights, load_tokenizer
+from postlude.hf.load import check_weights, first_difference, load_tokenizer
 from postlude.hf.read_model import read_model
-from postlude.hf.tokenizer import first_difference
 from postlude.model import ModelConfig
 from postlude.plan.parameter_count import total_parameters
 from postlude.recipes.checks.preflight import Check, PreflightInputs, describe_weights

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,10 +16,19 @@ from postlude.generate.generator import check_kv_cache_dtype
 from postlude.generate.protocol import Request
 from postlude.generate.sampling_params import SamplingParams
 from postlude.hf.export import has_hf_config
-from postlude.model.fp8_weights import check_quantization
+from postlude.model.fp8 import check_quantization
+from postlude.plan.memory import generator_bytes
 from postlude.recipes.checks.preflight import Check, PreflightInputs
-from postlude.recipes.config.rollout import LaunchedGenerators, LaunchedVLLM, NativeRollout, Rollout, RunningServers
+from postlude.recipes.config.rollout import (
+    LaunchedGenerators,
+    LaunchedVLLM,
+    NativeRollout,
+    Rollout,
+    RunningServers,
+    sleeps,
+)
 from postlude.recipes.config.settings import SamplingSettings
+from postlude.recipes.report.formatting import format_bytes
 from postlude.recipes.rollouts.engine import connect_servers
 from postlude.recipes.rollouts.server_commands import (
     GENERATOR_LENGTH,
@@ -29,17 +39,58 @@ from postlude.recipes.rollouts.server_commands import (
 )
 from postlude.serving.clients.client import GenerationClient
 from postlude.serving.clients.remote_server import RemoteServer
+from postlude.serving.clients.vllm import SEND_BYTES, router_layers, select_layers
+from postlude.serving.errors import InvalidResponse, ServerError
+from postlude.serving.vllm import vllm_versions
+from postlude.serving.vllm.vllm_versions import Feature, VLLMVersion
+
+PROGRAMS = 5 << 30  # bytes of two CUDA contexts, of vLLM's graphs and activations, and of what neither program frees
+
+
+def check_shared_gpus(inputs: PreflightInputs, rollout: LaunchedVLLM) -> None:
+    """Raises ValueError for servers that do not fit on the ranks' GPUs."""
+    ranks, here = inputs.launch.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if inputs.launch.device != "cuda":
+        raise ValueError(
+            "rollout.share_gpu with rollout: vllm needs a trainer on cuda. Leave it out, or set device: cuda."
+        )
+    if ranks != here:
+        raise ValueError(
+            f"rollout.share_gpu with rollout: vllm works on one machine, but {here} of {ranks} ranks are on this "
+            "one. Use Ray (--ray), or rollout: native."
+        )
+    if rollout.gpus != int(rollout.gpus) or rollout.count * rollout.gpus > ranks:
+        raise ValueError(
+            f"rollout.share_gpu gives vLLM the trainer's {ranks} GPUs, but rollout needs {rollout.count} servers with "
+            f"{rollout.gpus:g} GPUs each. Set rollout.count and rollout.gpus to whole numbers whose product is at most "
+            f"{ranks}."
+        )
+    if rollout.sync == "disk":
+        raise ValueError(
+            "rollout.sync is disk, but vLLM that shares the trainer's GPUs gets weights in their memory. Leave it out."
+        )
+    _check_memory(inputs, rollout)
+
+
+def _check_memory(inputs: PreflightInputs, rollout: LaunchedVLLM) -> None:
+    """Raises ValueError if trainer and vLLM do not fit while weights are synchronised, or vLLM alone does not."""
+    room = min(torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count()))
+    weights = generator_bytes(inputs.model[1], inputs.dtype.itemsize, fp8=False) // int(rollout.gpus)
+    trainer = max(rank_memory.lasting for rank_memory in inputs.memory)
+    if (needed := trainer + weights + 2 * SEND_BYTES + PROGRAMS) > room:
+        raise ValueError(
+            f"while vLLM gets new weights, a GPU holds {format_bytes(trainer)} of the trainer's state, "
+            f"{format_bytes(weights)} of vLLM's weights, two buffers of {format_bytes(SEND_BYTES)} and about "
+            f"{format_bytes(PROGRAMS)} of both programs, together {format_bytes(needed)}, but has "
+            f"{format_bytes(room)}. Raise layout.dp_shard or rollout.gpus, or leave "
+            "rollout.share_gpu out and give vLLM GPUs of its own."
+        )
+
 
 PROMPT = "The capital of France is Paris, and the capital of Italy is"
 UNUSED_STOP = "\N{SNOWMAN}\N{SNOWMAN}\N{SNOWMAN}"  # a stop string, so that vLLM uses the path that returns text
 TOLERANCE = 1e-4  # between two equal log-probs
 PYTHON_TIMEOUT = 60.0  # seconds
-LIST_VLLM = """
-import importlib.metadata, json
-installed = importlib.metadata.distributions()
-names = {package.metadata["Name"].lower().replace("_", "-"): package.version for package in installed}
-print(json.dumps({name: version for name, version in names.items() if name.startswith("vllm")}))
-"""
 
 
 @dataclass(frozen=True)
@@ -53,19 +104,26 @@ class LengthLimit:
     """How to raise it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerUse:
+    """What a recipe does with servers."""
+
+    gets_weights: bool
+    """Whether they get the trainer's weights."""
+    compares_logprobs: bool = False
+    """Whether their log-probs are compared with the trainer's."""
+    masks_sampling: bool = False
+    """Whether completions have sampling masks."""
+    replays_routing: bool = False
+    """Whether completions have the experts of their tokens."""
+
+
 def server_checks(
-    inputs: PreflightInputs,
-    rollout: Rollout,
-    sampling: SamplingSettings,
-    *,
-    gets_weights: bool,
-    compares_logprobs: bool = False,
+    inputs: PreflightInputs, rollout: Rollout, sampling: SamplingSettings, use: ServerUse
 ) -> Iterator[Check]:
     """Yields the check that servers reply and can do what the recipe needs, or can be launched.
 
     Of the native generator it yields the check of FP8, if it has any.
-
-    `gets_weights`: they get the trainer's weights. `compares_logprobs`: their log-probs are compared with its own.
     """
     if isinstance(rollout, NativeRollout):
         if rollout.kv_cache_dtype != "auto" or rollout.quantization is not None:
@@ -73,18 +131,14 @@ def server_checks(
         return
 
     def check() -> str:
-        if gets_weights and not has_hf_config(inputs.model[1]):
+        if use.gets_weights and not has_hf_config(inputs.model[1]):
             raise ValueError(
                 f"servers read Hugging Face directories, but {inputs.config.model} has no Hugging Face family to be "
                 "written as. Use rollout: native."
             )
         if isinstance(rollout, RunningServers):
-            return _check_running(
-                inputs, rollout, sampling, gets_weights=gets_weights, compares_logprobs=compares_logprobs
-            )
-        return _check_launched(
-            inputs, rollout, sampling, gets_weights=gets_weights, compares_logprobs=compares_logprobs
-        )
+            return _check_running(inputs, rollout, sampling, use)
+        return _check_launched(inputs, rollout, sampling, use)
 
     yield Check("servers", check, after=("tokenizer",))
 
@@ -101,9 +155,7 @@ def _check_running(
     inputs: PreflightInputs,
     rollout: RunningServers,
     sampling: SamplingSettings,
-    *,
-    gets_weights: bool,
-    compares_logprobs: bool,
+    use: ServerUse,
 ) -> str:
     with closing(connect_servers(rollout, inputs.tokenizer, inputs.model[1].vocab_size, trial=True)) as client:
         servers = client.connect()
@@ -115,10 +167,14 @@ def _check_running(
             if (limit := client.run_on(server, server.max_length())) is not None:
                 source = f"{server.url} takes {limit} tokens (its max_model_len)"
                 _check_length(LengthLimit(limit, source, "Start it with a larger one"), inputs, sampling)
-            if gets_weights:
+            if use.gets_weights:
                 _check_takes_weights(client, server, rollout, tied_head=inputs.model[1].tied_head)
             _check_tokenizer(client, server, inputs)
-            if compares_logprobs:
+            if use.replays_routing:
+                _check_routing(client, server, inputs)
+            if use.masks_sampling:
+                _check_masks(client, server, inputs, sampling)
+            elif use.compares_logprobs:
                 _check_logprobs(client, server, inputs, sampling)
         kinds = ", ".join(sorted({server.api.name for server in up}))
         down = "".join(f"; {server.url} {server.problem}" for server in servers if server not in up)
@@ -141,6 +197,11 @@ def _check_takes_weights(
             f"{server.url} is {server.api.name}, which takes no new weights while it runs, but training changes them "
             "with every step. Use vLLM or SGLang, or rollout: native; it can be used for evaluation."
         )
+    if rollout.sync == "delta" and not server.api.takes_pieces:
+        raise ValueError(
+            f"{server.url} is {server.api.name}, which takes whole weights only, but rollout.sync is delta. Use disk "
+            "or network, or postlude serve."
+        )
     client.run_on(server, server.fetch_version())
     over_network = rollout.sync == "network"
     if problem := client.run_on(server, server.update_problem(tied_head=tied_head, over_network=over_network)):
@@ -157,6 +218,23 @@ def _check_tokenizer(client: GenerationClient, server: RemoteServer, inputs: Pre
         raise ValueError(
             f"{server.url} decodes its tokens as {completion.text!r}, but the tokenizer of {inputs.config.model} gives "
             f"{decoded!r}. It serves a model with another tokenizer."
+        )
+
+
+def _check_routing(client: GenerationClient, server: RemoteServer, inputs: PreflightInputs) -> None:
+    """Refuses a server that does not report the experts of its tokens."""
+    prompt = tuple(inputs.tokenizer.encode(PROMPT))
+    greedy = SamplingParams(max_new_tokens=2, temperature=0.0, ignore_eos=True)
+    routing = client.generate_on(server, Request(prompt, greedy)).routing
+    if routing is not None:
+        try:
+            select_layers(routing, router_layers(inputs.model[1]))
+        except InvalidResponse as problem:
+            raise ValueError(f"{server.url} {problem}.") from problem
+    else:
+        raise ValueError(
+            f"{server.url} does not report the experts of its tokens, which replay_routing needs. Start vLLM with "
+            "--enable-return-routed-experts (and --enable-scale-out from 0.30 on), or set replay_routing to false."
         )
 
 
@@ -189,8 +267,25 @@ def _check_logprobs(
         )
 
 
+def _check_masks(
+    client: GenerationClient, server: RemoteServer, inputs: PreflightInputs, sampling: SamplingSettings
+) -> None:
+    """Refuses a server that does not give sampling masks, or whose log-probs are not among their tokens."""
+    prompt = tuple(inputs.tokenizer.encode(PROMPT))
+    params = replace(sampling.params, max_new_tokens=1, ignore_eos=True, return_sampling_mask=True)
+    try:
+        client.generate_on(server, Request(prompt, params))
+        completion = client.generate_on(server, Request(prompt, replace(params, top_k=1)))
+    except ServerError as error:
+        raise ValueError(f"{error} Or set sampling_mask to false.") from error
+    if abs(completion.sampled_logprobs[0]) > TOLERANCE:  # the only token that could be sampled
+        raise ValueError(
+            f"{server.url} gives log-probs among all tokens, not among those that top_k, top_p and min_p leave. Start "
+            "vLLM with --logprobs-mode processed_logprobs, or set sampling_mask to false."
+        )
+
+
 def _truncation_setting(sampling: SamplingSettings) -> str | None:
-    """Returns the first setting that removes tokens from the distribution."""
     neutral = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     return next((name for name, value in neutral.items() if getattr(sampling, name) != value), None)
 
@@ -204,9 +299,7 @@ def _check_launched(
     inputs: PreflightInputs,
     rollout: LaunchedGenerators | LaunchedVLLM,
     sampling: SamplingSettings,
-    *,
-    gets_weights: bool,
-    compares_logprobs: bool,
+    use: ServerUse,
 ) -> str:
     start = inputs.launch
     if limit := _launched_limit(rollout, inputs):
@@ -215,8 +308,10 @@ def _check_launched(
         raise ValueError(
             "rollout.arguments hold --api-key, but the run makes its own key for launched servers. Leave it out."
         )
-    if not start.ray:
-        _check_gpus(rollout, unused_gpus(start.ranks if gets_weights and start.device == "cuda" else 0))
+    if isinstance(rollout, LaunchedVLLM) and use.gets_weights and sleeps(rollout, ray=start.ray):
+        check_shared_gpus(inputs, rollout)
+    elif not start.ray:
+        _check_gpus(rollout, unused_gpus(start.ranks if use.gets_weights and start.device == "cuda" else 0))
     if isinstance(rollout, LaunchedGenerators):
         if start.ray and not rollout.gpus and (rollout.device or start.device) == "cuda":
             raise ValueError(
@@ -226,7 +321,19 @@ def _check_launched(
             )
         return f"{rollout.count} of postlude serve, to be launched"
     (package, version), *_ = _installed_vllm(rollout).items()
-    if compares_logprobs and (cut := _truncation_setting(sampling)):
+    parsed = VLLMVersion.parse(version)
+    if parsed is not None and parsed.unsupported_reason:
+        raise ValueError(f"{vllm_python(rollout)} {parsed.unsupported_reason}.")
+    if parsed is not None and rollout.sync == "network" and not parsed.has(Feature.NCCL_ID):
+        raise ValueError(
+            f"{vllm_python(rollout)} has vLLM {version}, but rollout.sync: network needs 0.30 or newer. Use disk."
+        )
+    if use.gets_weights and not rollout.gpus and rollout.sync in ("network", "ipc") and inputs.model[1].tied_head:
+        raise ValueError(
+            f"vLLM on a CPU does not update a head that is tied to the embedding, as that of {inputs.config.model} is. "
+            "Set rollout.sync to disk, which writes the head as a tensor of its own."
+        )
+    if use.compares_logprobs and not use.masks_sampling and (cut := _truncation_setting(sampling)):
         raise ValueError(
             f"vLLM gives log-probs among the tokens that sampling.{cut} leaves, but the trainer's are of all. Set "
             f"old_logprobs to recompute, or leave {cut} out."
@@ -270,7 +377,12 @@ def _installed_vllm(rollout: LaunchedVLLM) -> dict[str, str]:
     python = vllm_python(rollout)
     try:
         done = subprocess.run(
-            [python, "-I", "-c", LIST_VLLM], capture_output=True, text=True, timeout=PYTHON_TIMEOUT, check=True
+            [python, vllm_versions.__file__],
+            capture_output=True,
+            text=True,
+            timeout=PYTHON_TIMEOUT,
+            check=True,
+            env={**os.environ, "PYTHONPATH": ""},  # ours is for this interpreter
         )
         versions: dict[str, str] = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
@@ -280,4 +392,4 @@ def _installed_vllm(rollout: LaunchedVLLM) -> dict[str, str]:
             f"{python} has no vLLM. Install it there, or give rollout.python the interpreter of an environment that "
             "has it."
         )
-    return {name: versions[name] for name in ("vllm", *versions) if name in versions}
+    return versions

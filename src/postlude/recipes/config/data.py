@@ -13,7 +13,7 @@ from postlude.data.chat_template import check_variables
 from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.data.datasets import Rows, dataset_files, read_rows
 from postlude.data.row_formats import ALPACA, SHAREGPT, ExampleFormat, recognised_format
-from postlude.options import TrainedTurns
+from postlude.options import Common, TrainedTurns
 from postlude.recipes.config.schema import InputPath, Settings
 from postlude.recipes.sequence_limit import SequenceLimit
 
@@ -23,7 +23,7 @@ Overlong = Literal["refuse", "drop", "cut"]
 class DatasetPath(Settings):
     """The path of a dataset's rows."""
 
-    path: Annotated[Path, InputPath("path")]
+    path: Common[Annotated[Path, InputPath("path")]]
     """A file (JSONL, JSON, CSV or parquet), a directory of files, or ORG/NAME or ORG/NAME@REVISION of a dataset on the
     Hugging Face Hub."""
     config: str | None = None
@@ -51,6 +51,9 @@ class ChatOptions(Settings):
 class TrainingDataset(DatasetPath, ChatOptions):
     """What every dataset to train on has."""
 
+    text_field: ClassVar[str] = "path"
+    """The field that text sets."""
+
     weight: Positive | None = None
     """Weight of this dataset in a list of them: its share of the rows is its weight over the sum of weights. None takes
     the number of its rows."""
@@ -77,13 +80,13 @@ class Examples(TrainingDataset):
     format: ExampleFormat | None = None
     """Format of the rows: "messages", "sharegpt" (a column conversations), "completion", "alpaca" (columns instruction,
     input and output) or "text". None recognises it by the columns, and refuses those of several formats."""
-    messages: str = "messages"
+    messages: Common[str] = "messages"
     """Column of whole conversations."""
-    prompt: str = "prompt"
+    prompt: Common[str] = "prompt"
     """Column of the prompt: text or messages."""
-    completion: str = "completion"
+    completion: Common[str] = "completion"
     """Column of the completion."""
-    text: str = "text"
+    text: Common[str] = "text"
     """Column of text to train on as a whole."""
     tools: str = "tools"
     """Column of the tools that messages may call, as JSON schemas, for the chat template."""
@@ -96,7 +99,6 @@ class Examples(TrainingDataset):
     """Sequences of a row."""
 
     def encoder(self, tokenizer: ChatTokenizer, limit: SequenceLimit) -> Encoder:
-        """Returns the encoder of a row."""
         return self._encoder(tokenizer, limit.tokens(), truncate=self.overlong == "cut", turns=self.turns)
 
     def form(self, rows: Rows) -> tuple[RowFormat, tuple[str | None, ...]]:
@@ -130,18 +132,18 @@ class Examples(TrainingDataset):
 class LabelledExamples(Examples):
     """Completions of a file, each with a label that says whether it is desirable."""
 
-    label: str = "label"
+    label: Common[str] = "label"
     """Column of the label: true or false, or 1 or 0, as a value or, as in CSV, as text."""
 
 
 class Pairs(TrainingDataset):
     """Pairs of completions of a dataset, one preferred."""
 
-    prompt: str = "prompt"
+    prompt: Common[str] = "prompt"
     """Column of the prompt: text or messages. Not needed if completions are whole conversations."""
-    chosen: str = "chosen"
+    chosen: Common[str] = "chosen"
     """Column of the preferred completion."""
-    rejected: str = "rejected"
+    rejected: Common[str] = "rejected"
     """Column of the other completion."""
     margin: str | None = None
     """Column of the margin by which the preferred completion should lead, added to objective.margin; none reads none.
@@ -159,7 +161,6 @@ class Pairs(TrainingDataset):
         return self._encoder(tokenizer, limit.tokens(self.sequences), truncate=self.overlong == "cut")
 
     def form(self, rows: Rows) -> tuple[RowFormat, tuple[str | None, ...]]:
-        """Returns the format of the rows and their columns."""
         # Whether a prompt is needed depends on the row: completions may be whole conversations.
         return "preference", (self.prompt, self.chosen, self.rejected)
 

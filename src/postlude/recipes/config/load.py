@@ -21,9 +21,22 @@ from pydantic import TypeAdapter, ValidationError
 
 from postlude.hf.builtin import BUILTIN, PACKAGED
 from postlude.recipes.config import schema
+from postlude.recipes.config.keys import (
+    KIND,
+    LIST,
+    PLACE,
+    TEXT,
+    Node,
+    alternatives,
+    join,
+    optional,
+    options_of,
+    recipes_with,
+    sections,
+    type_text,
+)
 from postlude.recipes.config.peer_keys import equivalent
 from postlude.recipes.config.raw import NULL, ConfigError, Dumper, Loader, RawValue, read
-from postlude.recipes.config.schema import KIND, LIST, PLACE, TEXT, Node, join, type_text
 from postlude.recipes.config.secrets import mask, refuse_masked
 
 Config = TypeVar("Config")
@@ -76,7 +89,7 @@ class _UnknownKeys:
         others = [other for other, keys in kinds.items() if other != kind and name in keys["properties"]]
         while not raw.full_mapping and len(raw.entries) == 1:  # on the command line the path is one argument
             (raw,) = raw.entries.values()
-        known = [option.path for option in schema.options_of(section, above) if "*" not in option.path]
+        known = [option.path for option in options_of(section, above) if "*" not in option.path]
         siblings = [key for key in section["properties"] if key != KIND]
         near = [join(above, key) for key in difflib.get_close_matches(name, siblings, 1)]
         full_paths = [key + raw.path.removeprefix(join(above, name)) for key in near]
@@ -84,10 +97,12 @@ class _UnknownKeys:
         elsewhere = [path for path in known if path.rpartition(".")[2] == last]
         if "." in name:
             hint = "write what follows a dot on a line of its own, indented."
-        elif key := equivalent(last, {option.path for option in schema.options_of(self.root)}):
+        elif key := equivalent(last, {option.path for option in options_of(self.root)}):
             hint = f'use "{key}".'
         elif kind and others:
             hint = f"it is a key of {', '.join(others)}: set {join(above, KIND)}."
+        elif not above and (recipes := recipes_with(name)):
+            hint = f"it is a key of {', '.join(recipes)}."
         elif meant := [path for path in full_paths if path in known] or near or elsewhere:
             hint = f'did you mean "{meant[0]}"?'
         else:
@@ -98,15 +113,15 @@ class _UnknownKeys:
 
 def _value(node: Node, raw: RawValue, default: Any, unknown: _UnknownKeys) -> Any:  # noqa: PLR0911 - one for each shape
     """Returns the value of a field for pydantic: what was written, merged into a default that has keys."""
-    if raw.null and schema.optional(node):
+    if raw.null and optional(node):
         return None
-    if sections := schema.sections(node):
-        of_lists = [kind for kind in sections if LIST in sections[kind]] if raw.items is not None else []
+    if kinds := sections(node):
+        of_lists = [kind for kind in kinds if LIST in kinds[kind]] if raw.items is not None else []
         if not of_lists:
             return _section(node, raw, default, unknown)
-        kind, field = of_lists[0], sections[of_lists[0]][LIST]  # the list stands for this key of the section
-        return {KIND: kind, field: _value(sections[kind]["properties"][field], raw, None, unknown)}
-    shape = next(iter(schema.alternatives(node)), {})
+        kind, field = of_lists[0], kinds[of_lists[0]][LIST]  # the list stands for this key of the section
+        return {KIND: kind, field: _value(kinds[kind]["properties"][field], raw, None, unknown)}
+    shape = next(iter(alternatives(node)), {})
     anything = not shape.keys() & {"type", "enum", "const"}
     if shape.get("type") == "object" or (anything and (raw.entries or raw.full_mapping)):
         value_node = shape.get("additionalProperties", True)
@@ -126,7 +141,7 @@ def _value(node: Node, raw: RawValue, default: Any, unknown: _UnknownKeys) -> An
 
 def _section(node: Node, raw: RawValue, default: Any, unknown: _UnknownKeys) -> Any:
     """Returns the keys of one of the sections that a field may hold: the written one, or the default's."""
-    kinds = schema.sections(node)
+    kinds = sections(node)
     text = None if raw.full_mapping or raw.scalar is None or raw.scalar.tag == NULL else raw.scalar.value
     chosen = (
         default[KIND]
@@ -160,7 +175,7 @@ def _section(node: Node, raw: RawValue, default: Any, unknown: _UnknownKeys) -> 
         if name != KIND or not chosen:
             data[name] = _value(known[name], entry, data.get(name, known[name].get("default")), unknown)
     for name in kinds[chosen].get("required", ()):
-        if name not in data and "" in schema.sections(known[name]):  # the error there names what is missing
+        if name not in data and "" in sections(known[name]):  # the error there names what is missing
             data[name] = _value(known[name], RawValue(join(raw.path, name), raw.location), None, unknown)
     return data
 
@@ -174,7 +189,6 @@ def _mapping(value_node: Node, raw: RawValue, default: Any, unknown: _UnknownKey
 
 
 def _scalar(shape: Node, raw: RawValue) -> Any:
-    """Returns the text of a scalar. pydantic converts it to the type of the field."""
     if raw.scalar is None:
         return [] if raw.items is not None else {}
     if not shape.keys() & {"type", "enum", "const"}:
@@ -225,11 +239,11 @@ def _sentence(error: ValidationError, node: Node, raw: RawValue) -> ConfigError:
     """Returns the first of pydantic's errors as a sentence about its key."""
     first = error.errors(include_url=False)[0]
     for depth, key in enumerate(first["loc"]):
-        kinds = schema.sections(node)
+        kinds = sections(node)
         if key in kinds and (len(kinds) > 1 or key == ""):
             node = kinds[str(key)]
             continue
-        if not kinds and len(schema.alternatives(node)) > 1:
+        if not kinds and len(alternatives(node)) > 1:
             break  # the rest names the alternatives that did not match
         if first["type"] == "missing" and depth == len(first["loc"]) - 1:
             return _missing(raw, str(key), _inside(node, key))
@@ -242,7 +256,7 @@ def _sentence(error: ValidationError, node: Node, raw: RawValue) -> ConfigError:
 
 
 def _inside(node: Node, key: str | int) -> Node:
-    for alternative in schema.alternatives(node):
+    for alternative in alternatives(node):
         if "properties" in alternative and key in alternative["properties"]:
             return alternative["properties"][key]  # type: ignore[no-any-return]
         if isinstance(key, int) and alternative.get("type") == "array":

@@ -9,8 +9,9 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from postlude.checks import NonNegative, Positive
 from postlude.objectives import PolicyGradient, RewardKL
 from postlude.optimizer import SGD, AdamW
+from postlude.options import Common
 from postlude.recipes.config.environments import ReasoningGymSettings, TrainingEnvironment, environments_of
-from postlude.recipes.config.rollout import NativeRollout, RolloutSettings
+from postlude.recipes.config.rollout import LaunchedGenerators, LaunchedVLLM, NativeRollout, RolloutSettings
 from postlude.recipes.config.schema import Settings, TaggedUnion
 from postlude.recipes.config.settings import (
     EvaluationSettings,
@@ -26,8 +27,8 @@ from postlude.recipes.config.settings import (
 )
 
 STEPS = 200  # of a run that gives neither steps nor epochs
-PolicyObjective: TypeAlias = Annotated[
-    PolicyGradient | ObjectiveFile, TaggedUnion(policy=PolicyGradient, file=ObjectiveFile)
+PolicyObjective: TypeAlias = Common[
+    Annotated[PolicyGradient | ObjectiveFile, TaggedUnion(policy=PolicyGradient, file=ObjectiveFile)]
 ]
 
 
@@ -55,15 +56,15 @@ class PolicyConfig(TrainingConfig):
 
     environment: TrainingEnvironment = ReasoningGymSettings(task="chain_sum")
     """Source of tasks and rewards: an environment, or a list of environments to mix."""
-    steps: PositiveInt | None = None
+    steps: Common[PositiveInt | None] = None
     """Number of steps with rollouts, after those of the warm start; none takes as many as the epochs need, or 200."""
-    epochs: Positive | None = None
+    epochs: Common[Positive | None] = None
     """Passes over the tasks, in place of steps. The last step has the prompts that are left."""
-    prompts_per_step: PositiveInt = 32
+    prompts_per_step: Common[PositiveInt] = 32
     """Prompts per step."""
-    samples_per_prompt: PositiveInt = 1
+    samples_per_prompt: Common[PositiveInt] = 1
     """Completions of each prompt."""
-    sampling: SamplingSettings = SamplingSettings()
+    sampling: Common[SamplingSettings] = SamplingSettings()
     """Sampling parameters of completions."""
     rollout: RolloutSettings = NativeRollout()
     """Rollout engine: the native generator, or servers that get the new weights after every step."""
@@ -89,6 +90,9 @@ class PolicyConfig(TrainingConfig):
     """Denominator of the ratio: the log-probs of the sampler, or recomputed by the trainer."""
     replay_routing: bool = False
     """Send tokens to the experts that they were sampled with (MoE models). A reference routes by itself."""
+    sampling_mask: bool = True
+    """With top_k, top_p or min_p compute all log-probs among the tokens that these left when a token was sampled, which
+    is the distribution it was sampled from; false computes them over the vocabulary."""
     dynamic_sampling: NonNegativeInt = 0
     """Maximum number of extra rounds of prompts that replace groups with equal rewards (DAPO)."""
     overlong: Literal["learn", "mask"] = "learn"
@@ -104,7 +108,7 @@ class PolicyConfig(TrainingConfig):
     """When a run ends, and when it warns."""
     warm_start: WarmStart = WarmStart()
     """Supervised steps before the first rollout."""
-    evaluation: EvaluationSettings = EvaluationSettings()
+    evaluation: Common[EvaluationSettings] = EvaluationSettings()
     """Evaluation on held-out tasks."""
 
     @model_validator(mode="after")
@@ -116,10 +120,23 @@ class PolicyConfig(TrainingConfig):
             self.check_steps(self.known_steps)
         if self.reward_kl is not None and isinstance(self.objective, PolicyGradient) and self.objective.kl is not None:
             raise ValueError("reward_kl and objective.kl are two penalties for the same distance. Set one of them.")
-        if self.replay_routing and not isinstance(self.rollout, NativeRollout):
-            raise ValueError("replay_routing needs the experts that tokens were sent to, which servers do not report.")
+        if self.replay_routing and isinstance(self.rollout, LaunchedGenerators):
+            raise ValueError(
+                "replay_routing needs the experts that tokens were sent to, which postlude serve does not report. Use "
+                "rollout: native or vllm."
+            )
+        if self.replay_routing and isinstance(self.rollout, LaunchedVLLM) and not self.rollout.gpus:
+            raise ValueError(
+                "replay_routing needs the experts that tokens were sent to, which vLLM on a CPU does not report."
+            )
+        if self.replay_routing and self.sampling.stop and not isinstance(self.rollout, NativeRollout):
+            raise ValueError(
+                "replay_routing needs the experts that tokens were sent to, which vLLM does not report with "
+                "sampling.stop. Use stop_tokens, or rollout: native."
+            )
         if self.asynchrony.max_staleness:
             self._check_asynchrony()
+        self._check_stragglers()
         if self.overlong_buffer:
             self._check_overlong()
         self._check_reference()
@@ -150,6 +167,21 @@ class PolicyConfig(TrainingConfig):
             raise ValueError(
                 "objective.correction weighs the trainer's log-probs against the sampler's, but old_logprobs takes "
                 "the sampler's for both. Set old_logprobs to recompute."
+            )
+
+    def _check_stragglers(self) -> None:
+        """Refuses to carry episodes into steps that may not train on them."""
+        if all(getattr(part, "stragglers", "wait") != "carry" for part in environments_of(self.environment).values()):
+            return
+        if not self.asynchrony.max_staleness:
+            raise ValueError(
+                "environment.stragglers is carry, so later steps train on tokens of earlier weights, but "
+                "asynchrony.max_staleness is 0. Set it to 1 or more, or drop stragglers."
+            )
+        if self.reward_kl is not None:
+            raise ValueError(
+                "environment.stragglers is carry, but reward_kl changes the rewards of a group, with which carried "
+                "episodes are compared, in its own step alone. Set objective.kl instead, or drop stragglers."
             )
 
     def _check_overlong(self) -> None:
@@ -198,6 +230,11 @@ class PolicyConfig(TrainingConfig):
                 f'{staleness}, but objective.ratio "on_policy" takes all completions as samples of the newest weights. '
                 'Use "token" or "sequence", or set objective.correction.'
             )
+
+    @property
+    def masks_sampling(self) -> bool:
+        """Whether log-probs are computed among the tokens that top-k, top-p and min-p left."""
+        return self.sampling_mask and self.sampling.params.filtered
 
     @property
     def known_steps(self) -> int:
@@ -253,17 +290,16 @@ class PolicyConfig(TrainingConfig):
 
     @property
     def sequences_per_step(self) -> int:
-        """Completions of an optimizer step."""
         return self.prompts_per_step * self.samples_per_prompt // self.minibatches
 
 
 class GRPOConfig(PolicyConfig):
     """Config of a GRPO run."""
 
-    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    samples_per_prompt: Common[Annotated[int, Field(ge=2)]] = 8
     """Completions of each prompt: the size of a group."""
-    advantages: Literal[
-        "grpo", "grpo_loo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+    advantages: Common[
+        Literal["grpo", "grpo_loo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
     ] = "grpo"
     """Advantages of a group: its rewards minus their mean ("grpo", "dr_grpo") or the mean of the others ("grpo_loo",
     "rloo"), divided by the standard deviation ("grpo", "grpo_loo") or not. Or REINFORCE++: the sum of a token's and
@@ -274,7 +310,7 @@ class GRPOConfig(PolicyConfig):
 class CriticSettings(Settings):
     """The critic of PPO: a value head on the policy's own trunk, or a model of its own."""
 
-    model: ModelSource | None = None
+    model: Common[ModelSource | None] = None
     """Hugging Face directory, GGUF file or built-in model that the critic starts from; none adds a value head to the
     policy. It has the policy's vocabulary and layout, and all its weights are trained."""
     optimizer: OptimizerSettings = AdamW(lr=1e-5)
@@ -290,7 +326,7 @@ class CriticSettings(Settings):
 class PPOConfig(PolicyConfig):
     """Config of a PPO run: a critic estimates the value of every token."""
 
-    critic: CriticSettings = CriticSettings()
+    critic: Common[CriticSettings] = CriticSettings()
     """The critic."""
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Discount of later rewards, per token."""
@@ -325,7 +361,6 @@ class PPOConfig(PolicyConfig):
         return self
 
     def check_steps(self, steps: int) -> None:
-        """Refuses a warm-up of the critic, and schedules, that do not fit this number of steps with rollouts."""
         super().check_steps(steps)
         if self.critic.warmup >= steps:
             raise ValueError(
@@ -336,7 +371,6 @@ class PPOConfig(PolicyConfig):
 
     @property
     def has_value_head(self) -> bool:
-        """Whether the policy has a value head."""
         return self.critic.model is None
 
     def policy_updates(self, steps: int) -> int:

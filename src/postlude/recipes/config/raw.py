@@ -15,8 +15,9 @@ from typing import Any
 import yaml
 from yaml.representer import SafeRepresenter
 
+from postlude.recipes.config.keys import EXTENDS, KIND, join
 from postlude.recipes.config.packaged import config_names, find_config
-from postlude.recipes.config.schema import EXTENDS, KIND, join, plain
+from postlude.recipes.config.schema import plain
 from postlude.user_code import CallFunction
 
 COMMAND_LINE = "on the command line"
@@ -103,7 +104,6 @@ class RawValue:
 
     @property
     def null(self) -> bool:
-        """Whether it is an explicit null."""
         return self.scalar is not None and self.scalar.tag == NULL and not self.entries
 
     @property

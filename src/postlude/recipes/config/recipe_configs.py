@@ -14,6 +14,7 @@ from pydantic import Field, PositiveInt, model_validator
 from postlude.checks import Positive
 from postlude.objectives import KTO, ORPO, SFT, BradleyTerry, Distill, Preference
 from postlude.optimizer import AdamW
+from postlude.options import Common
 from postlude.recipes.config.data import (
     ExampleMixture,
     Examples,
@@ -44,34 +45,35 @@ from postlude.rollout.tasks import SplitBy
 
 MASK = "response_mask"
 SUPERVISED_LR = 2e-5  # a token's own target bears larger steps than a reward or a preference, whose default is 1e-6
-SFTObjective: TypeAlias = Annotated[SFT | ObjectiveFile, TaggedUnion(sft=SFT, file=ObjectiveFile)]
-PairObjective: TypeAlias = Annotated[
-    Preference | ORPO | ObjectiveFile, TaggedUnion(preference=Preference, orpo=ORPO, file=ObjectiveFile)
+SFTObjective: TypeAlias = Common[Annotated[SFT | ObjectiveFile, TaggedUnion(sft=SFT, file=ObjectiveFile)]]
+PairObjective: TypeAlias = Common[
+    Annotated[Preference | ORPO | ObjectiveFile, TaggedUnion(preference=Preference, orpo=ORPO, file=ObjectiveFile)]
 ]
-LabelObjective: TypeAlias = Annotated[KTO | ObjectiveFile, TaggedUnion(kto=KTO, file=ObjectiveFile)]
-RewardObjective: TypeAlias = Annotated[
-    BradleyTerry | ObjectiveFile, TaggedUnion(bradley_terry=BradleyTerry, file=ObjectiveFile)
+LabelObjective: TypeAlias = Common[Annotated[KTO | ObjectiveFile, TaggedUnion(kto=KTO, file=ObjectiveFile)]]
+RewardObjective: TypeAlias = Common[
+    Annotated[BradleyTerry | ObjectiveFile, TaggedUnion(bradley_terry=BradleyTerry, file=ObjectiveFile)]
 ]
-DistillObjective: TypeAlias = Annotated[Distill | ObjectiveFile, TaggedUnion(distill=Distill, file=ObjectiveFile)]
+DistillObjective: TypeAlias = Common[
+    Annotated[Distill | ObjectiveFile, TaggedUnion(distill=Distill, file=ObjectiveFile)]
+]
 
 
 class SupervisedConfig(TrainingConfig):
     """The settings of recipes that train on dataset rows."""
 
-    batch_size: PositiveInt = 32
+    batch_size: Common[PositiveInt] = 32
     """Rows a step. The last step of the epochs has the rows that are left."""
-    epochs: Positive | None = None
+    epochs: Common[Positive | None] = None
     """Passes over the rows, each exactly once a pass; none takes 1, unless steps is set."""
-    steps: PositiveInt | None = None
+    steps: Common[PositiveInt | None] = None
     """Number of steps, in place of epochs; none takes as many as the epochs need."""
-    held_out: HeldOutSettings = HeldOutSettings()
+    held_out: Common[HeldOutSettings] = HeldOutSettings()
     """Held-out rows."""
     data: Any
     """Rows to train on; each recipe declares which."""
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences of an optimizer step."""
         return self.batch_size
 
     @property
@@ -99,7 +101,7 @@ class SupervisedConfig(TrainingConfig):
 class SFTConfig(SupervisedConfig):
     """Config of an SFT run."""
 
-    data: Annotated[Examples | ExampleMixture, TaggedUnion(Examples, mixture=ExampleMixture)]
+    data: Common[Annotated[Examples | ExampleMixture, TaggedUnion(Examples, mixture=ExampleMixture)]]
     """Rows to train on: a dataset, or a list of datasets to mix."""
     optimizer: OptimizerSettings = AdamW(lr=SUPERVISED_LR)
     """Optimizer."""
@@ -110,7 +112,7 @@ class SFTConfig(SupervisedConfig):
 class PairConfig(SupervisedConfig):
     """The settings of recipes that train on pairs of completions."""
 
-    data: Annotated[Pairs | PairMixture, TaggedUnion(Pairs, mixture=PairMixture)]
+    data: Common[Annotated[Pairs | PairMixture, TaggedUnion(Pairs, mixture=PairMixture)]]
     """Pairs to train on: a dataset, or a list of datasets to mix."""
 
     @property
@@ -145,16 +147,15 @@ class DPOConfig(PairConfig):
 
     @property
     def other_models(self) -> tuple[str, ...]:
-        """The reference. That of LoRA is the frozen model."""
         return (self.model,) if self.has_reference and self.lora is None else ()
 
 
 class KTOConfig(SupervisedConfig):
     """Config of a KTO run."""
 
-    data: Annotated[LabelledExamples | LabelledMixture, TaggedUnion(LabelledExamples, mixture=LabelledMixture)]
+    data: Common[Annotated[LabelledExamples | LabelledMixture, TaggedUnion(LabelledExamples, mixture=LabelledMixture)]]
     """Completions to train on, each with a label: a dataset, or a list of datasets to mix."""
-    batch_size: Annotated[int, Field(ge=2)] = 32
+    batch_size: Common[Annotated[int, Field(ge=2)]] = 32
     """Rows a step. The KL is estimated from completions after the prompts of other rows."""
     objective: LabelObjective = KTO()
     """Objective to minimise. One of yours finds the columns "response_mask", "reference_logprobs", "desirable" and
@@ -162,7 +163,6 @@ class KTOConfig(SupervisedConfig):
 
     @property
     def other_models(self) -> tuple[str, ...]:
-        """The reference. That of LoRA is the frozen model."""
         return (self.model,) if self.lora is None else ()
 
 
@@ -177,7 +177,6 @@ class RMConfig(PairConfig):
 
     @property
     def has_value_head(self) -> bool:
-        """The score is read from it."""
         return True
 
 
@@ -186,11 +185,11 @@ class OnPolicyData(Settings):
 
     environment: EnvironmentSettings = ReasoningGymSettings(task="chain_sum")
     """Source of tasks. Rewards are reported but not trained on."""
-    sampling: SamplingSettings = SamplingSettings()
+    sampling: Common[SamplingSettings] = SamplingSettings()
     """Sampling parameters of completions."""
     rollout: RolloutSettings = NativeRollout()
     """Rollout engine: the native generator, or servers that get the student's weights after every step."""
-    samples_per_prompt: PositiveInt = 1
+    samples_per_prompt: Common[PositiveInt] = 1
     """Completions of each prompt."""
     save_completions: bool = False
     """Save all completions of every step as Parquet: completions/ in the run directory. Needs pyarrow."""
@@ -199,14 +198,16 @@ class OnPolicyData(Settings):
 class DistillConfig(SupervisedConfig):
     """Config of a distillation run."""
 
-    teacher: ModelSource
+    teacher: Common[ModelSource]
     """Hugging Face directory, GGUF file, or built-in model, with the student's vocabulary."""
-    data: Annotated[
-        Examples | OnPolicyData | ExampleMixture,
-        TaggedUnion(examples=Examples, on_policy=OnPolicyData, mixture=ExampleMixture),
+    data: Common[
+        Annotated[
+            Examples | OnPolicyData | ExampleMixture,
+            TaggedUnion(examples=Examples, on_policy=OnPolicyData, mixture=ExampleMixture),
+        ]
     ] = OnPolicyData()
     """Completions to train on: those of a dataset or of a list of datasets to mix, or the student's own."""
-    top_k: PositiveInt = 64
+    top_k: Common[PositiveInt] = 64
     """Number of the teacher's most likely tokens to compare at every position."""
     optimizer: OptimizerSettings = AdamW(lr=SUPERVISED_LR)
     """Optimizer."""
@@ -215,7 +216,6 @@ class DistillConfig(SupervisedConfig):
 
     @property
     def teacher_is_base(self) -> bool:
-        """Whether the teacher is the model that adapters are trained on."""
         return self.lora is not None and self.teacher == self.model
 
     @property
@@ -245,12 +245,12 @@ class EvalConfig(RunConfig):
 
     environment: EnvironmentSettings = ReasoningGymSettings(task="chain_sum")
     """Source of tasks and rewards."""
-    tasks: PositiveInt = 256
+    tasks: Common[PositiveInt] = 256
     """Number of tasks: those that training holds out with evaluation.tasks of this number. Tasks that the run of the
     model was trained on are left out."""
     split_by: SplitBy = "prompt"
     """What distinguishes tasks, as evaluation.split_by in training: the "prompt", or the whole "row"."""
-    samples_per_prompt: PositiveInt = 1
+    samples_per_prompt: Common[PositiveInt] = 1
     """Completions of each task. With more than one, pass@k is reported for powers of two up to it."""
     solved: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Reward from which on a completion solves its task, for pass@k."""
@@ -258,7 +258,7 @@ class EvalConfig(RunConfig):
     """Other sets by name, evaluated too; their metrics are eval/NAME/…."""
     save_completions: bool = False
     """Save all completions of the tasks, not of the sets, as Parquet in completions/ of the run. Needs pyarrow."""
-    sampling: SamplingSettings = SamplingSettings(temperature=0.0)
+    sampling: Common[SamplingSettings] = SamplingSettings(temperature=0.0)
     """Sampling parameters of completions."""
     rollout: RolloutSettings = NativeRollout()
     """Rollout engine: the native generator, or servers. With servers, no weights are loaded here."""

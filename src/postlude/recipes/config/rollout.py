@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 from postlude.checks import NonNegative, Positive
-from postlude.options import DeviceKind, KVCacheDtype, Quantization, SyncMethod
+from postlude.options import Common, DeviceKind, KVCacheDtype, Quantization, SyncMethod
 from postlude.recipes.config.schema import InputPath, Settings, TaggedUnion
 
 
@@ -28,7 +28,8 @@ class SharingSettings(Settings):
 
     share_gpu: bool = False
     """Move the trainer's weights, gradients and optimizer state to host memory while completions are generated, so that
-    a generator on the same GPU can use the memory. It must not generate while the trainer trains."""
+    a generator on the same GPU can use the memory. It must not generate while the trainer trains. vLLM that the run
+    starts without Ray then runs on the trainer's own GPUs, and frees their memory while the trainer trains."""
 
 
 class ProbeSettings(Settings):
@@ -73,9 +74,11 @@ class ConnectionSettings(SharingSettings, ProbeSettings):
 class SyncSettings(Settings):
     """Settings of weight synchronisation with servers."""
 
-    sync: SyncMethod = "disk"
-    """Transport of new weights: safetensors in the run directory, which the servers must see, or "network": sent into
-    their memory (vLLM, over NCCL, with GPUs on both sides)."""
+    sync: SyncMethod | None = None
+    """Transport of new weights: safetensors in the run directory, which the servers must see ("disk"); sent into their
+    memory ("network": vLLM, over NCCL, with GPUs on both sides); shared with vLLM that the run starts on the same
+    device ("ipc": by CUDA IPC, or between CPUs); or what changed ("delta": `postlude serve`), by HTTP to those that do
+    not see it. None takes ipc for vLLM that shares the trainer's GPUs, else disk."""
     sync_timeout: Positive = 60.0
     """Seconds for a server to join, or to receive one gibibyte. Then it counts as failed."""
     checksum_every: NonNegativeInt = 20
@@ -87,7 +90,7 @@ class RunningServers(ConnectionSettings, SyncSettings):
     """Servers that run already, each with the whole model: `postlude serve`, vLLM, SGLang, llama.cpp, or others with
     OpenAI's protocol that take and give token ids."""
 
-    urls: Annotated[tuple[Annotated[str, Field(pattern="^https?://.")], ...], Field(min_length=1)]
+    urls: Common[Annotated[tuple[Annotated[str, Field(pattern="^https?://.")], ...], Field(min_length=1)]]
     """URLs of the servers, such as http://localhost:8000."""
     api: Literal["auto", "postlude", "vllm", "sglang", "llama.cpp", "openai"] | UserAPI = "auto"
     """API of the servers; auto detects it for each. Your own class is path/to/file.py:name."""
@@ -105,7 +108,7 @@ class RunningServers(ConnectionSettings, SyncSettings):
 class LaunchedServers(ConnectionSettings):
     """Servers that start and end with the run."""
 
-    count: PositiveInt = 1
+    count: Common[PositiveInt] = 1
     """Number of servers, each with the whole model."""
     cpus: Positive = 1.0
     """CPU cores of each server, for placement on a cluster."""
@@ -140,9 +143,35 @@ class LaunchedVLLM(LaunchedServers, SyncSettings):
     """GPUs of each server, on Ray also a share of one; 0 for vLLM on the CPU, which gets 4 GiB for keys and values
     unless `env` sets VLLM_CPU_KVCACHE_SPACE."""
 
+    @model_validator(mode="after")
+    def _check_sync(self) -> Self:
+        if self.sync == "delta":
+            raise ValueError("rollout.sync is delta, but vLLM loads whole tensors only. Use disk or network.")
+        return self
+
+
+def sync_method(rollout: SyncSettings, *, ray: bool) -> SyncMethod:
+    """Returns the transport of new weights."""
+    if rollout.sync is not None:
+        return rollout.sync
+    return "ipc" if isinstance(rollout, LaunchedVLLM) and sleeps(rollout, ray=ray) else "disk"
+
+
+def sleeps(rollout: LaunchedVLLM, *, ray: bool) -> bool:
+    """Whether the servers run on the trainer's GPUs, and free their memory while it trains."""
+    return rollout.share_gpu and rollout.gpus > 0 and not ray
+
 
 Rollout: TypeAlias = NativeRollout | RunningServers | LaunchedGenerators | LaunchedVLLM
-RolloutSettings: TypeAlias = Annotated[
-    Rollout,
-    TaggedUnion(native=NativeRollout, server=RunningServers, generators=LaunchedGenerators, vllm=LaunchedVLLM),
+RolloutSettings: TypeAlias = Common[
+    Annotated[
+        Rollout,
+        TaggedUnion(native=NativeRollout, server=RunningServers, generators=LaunchedGenerators, vllm=LaunchedVLLM),
+    ]
 ]
+
+
+def rollout_of(config: Any) -> Any:
+    """Returns the rollout settings of a recipe's config, which some recipes have in `data`; None if it has none."""
+    holder = config if hasattr(config, "environment") else getattr(config, "data", None)
+    return getattr(holder, "rollout", None)

@@ -1,4 +1,4 @@
-"""The JSON Schema of a config. Help, editors and `load.py` use it.
+"""The JSON Schema of a config. Help, editors and `load.py` use it; `keys.py` reads it.
 
 A config is a `Settings` (pydantic) of other ones and of the core's dataclasses. The string under a field is its help,
 its type has its bounds. `TaggedUnion` names the alternatives of a field:
@@ -16,12 +16,9 @@ import ast
 import functools
 import inspect
 import itertools
-import json
-import shutil
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, is_dataclass
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,27 +26,22 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaH
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
+from postlude.recipes.config.keys import (
+    EXTENDS,
+    KIND,
+    LIST,
+    NAME,
+    PLACE,
+    TEXT,
+    Node,
+    Option,
+    alternatives,
+    inline,
+    is_covered,
+    join,
+    options_of,
+)
 from postlude.user_code import CALL, CallFunction
-
-KIND = "kind"
-"""The key that names the alternative of a section."""
-EXTENDS = "extends"
-"""The key of a config file that names the file it builds on."""
-TEXT = "="
-"""The key of text that is parsed to a section, next to keys that override it: layout=pp=2 and layout.vpp=2."""
-
-LIST = "x-list"
-"""In a schema, the field of a section that a list stands for."""
-
-NAME = "x-kind"
-"""In a schema, the name of a section in a `TaggedUnion`. Editors ignore it."""
-
-PLACE = "x-path"
-"""In a schema, marks text that is a path; see `InputPath`."""
-
-Node = dict[str, Any]
-WORDS = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
-BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "of at most", "exclusiveMaximum": "below"}
 
 
 class Settings(BaseModel):
@@ -265,53 +257,7 @@ def _nodes(node: Any) -> Iterator[Node]:
 @functools.cache
 def structure(config: type, *, helpful: bool = False) -> Node:
     """Returns the schema with all references inlined."""
-    full_schema = json_schema(config, helpful=helpful)
-    definitions = full_schema.pop("$defs", {})
-
-    def inlined(node: Any) -> Any:
-        if isinstance(node, list):
-            return [inlined(child) for child in node]
-        if not isinstance(node, dict):
-            return node
-        target = definitions[node["$ref"].rpartition("/")[2]] if "$ref" in node else {}
-        node = target | {key: child for key, child in node.items() if key != "$ref"}
-        return {key: child if key == "default" else inlined(child) for key, child in node.items()}
-
-    structure: Node = inlined(full_schema)
-    return structure
-
-
-def alternatives(node: Node) -> list[Node]:
-    """Returns the alternatives of a field, without null."""
-    flat = [alternative for part in node["anyOf"] for alternative in alternatives(part)] if "anyOf" in node else [node]
-    return [alternative for alternative in flat if None not in alternative.get("enum", ())]
-
-
-def optional(node: Node) -> bool:
-    """Returns whether a field may be null."""
-    return None in node.get("enum", ()) or any(optional(part) for part in node.get("anyOf", ()))
-
-
-def sections(node: Node) -> dict[str, Node]:
-    """Returns the alternatives with keys of their own, by kind. A single one has the kind ""."""
-    with_keys = [section for section in alternatives(node) if "properties" in section]
-    named = {section.get(NAME, ""): section for section in with_keys}
-    if len(named) < len(with_keys):
-        raise TypeError(
-            f"a config cannot hold one of {', '.join(node['title'] for node in with_keys)}; name them by TaggedUnion."
-        )
-    return named
-
-
-@dataclass(frozen=True)
-class Option:
-    """One field of a config. `default` is MISSING if it is required; `kind` is that of its section."""
-
-    path: str
-    node: Node
-    default: Any
-    help: str
-    kind: str = ""
+    return inline(json_schema(config, helpful=helpful))
 
 
 def options(config: type) -> Iterator[Option]:
@@ -319,114 +265,52 @@ def options(config: type) -> Iterator[Option]:
     return options_of(structure(config, helpful=True))
 
 
+@functools.cache
+def _plain_options(config: type) -> tuple[Option, ...]:
+    return tuple(options_of(structure(config)))
+
+
 def default_values(config: type) -> dict[str, list[Any]]:
     """Returns the defaults of every field by its dotted path; several where kinds of a section have the same field."""
     defaults: dict[str, list[Any]] = {}
-    for option in options_of(structure(config)):
+    for option in _plain_options(config):
         defaults.setdefault(option.path, []).append(option.default)
     return defaults
 
 
-def input_paths(config: type) -> Iterator[tuple[str, str, str]]:
-    """Yields the dotted path of every `InputPath` ("*" is any name or index), the kind of its section, and its own."""
-    for option in options_of(structure(config)):
-        yield from ((option.path, option.kind, node[PLACE]) for node in alternatives(option.node) if PLACE in node)
+@functools.cache
+def input_paths(config: type) -> tuple[tuple[str, str, str], ...]:
+    """Returns the dotted path of every `InputPath` ("*" is any name or index), the kind of its section, and its own."""
+    return tuple(
+        (option.path, option.kind, node[PLACE])
+        for option in _plain_options(config)
+        for node in alternatives(option.node)
+        if PLACE in node
+    )
 
 
-def options_of(section: Node, path: str = "", default: Any = None, kind: str = "") -> Iterator[Option]:
-    """Yields the fields of one section, with the values of `default` in place of their own."""
-    for name, node in section["properties"].items():
-        if name == KIND:
-            continue  # listed with the field that holds the section
-        option_path, fallback = join(path, name), default[name] if default is not None else node.get("default", MISSING)
-        yield Option(option_path, node, fallback, node.get("description", ""), kind)
-        inner, alternatives_by_kind = option_path, sections(node)
-        for shape in () if alternatives_by_kind else alternatives(node):  # of a list, or of a mapping by name
-            nested_node = shape.get("items") or shape.get("additionalProperties")
-            inner, alternatives_by_kind = (
-                join(option_path, "*"),
-                sections(nested_node if isinstance(nested_node, dict) else {}),
-            )
-            fallback = MISSING
-        if len(alternatives_by_kind) > 1 and "" not in alternatives_by_kind:
-            named = fallback[KIND] if isinstance(fallback, dict) else MISSING
-            yield Option(join(inner, KIND), {"enum": list(alternatives_by_kind)}, named, "Kind of this section.", kind)
-        for nested_kind, nested in alternatives_by_kind.items():
-            is_default_kind = isinstance(fallback, dict) and fallback.get(KIND, "") == nested_kind
-            yield from options_of(nested, inner, fallback if is_default_kind else None, nested_kind or kind)
+def input_values(config: Any) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
+    """Yields the key and the value of every `InputPath` that is set, its kind, and the section that it is in."""
+    paths = input_paths(type(config))  # type: ignore[arg-type]
+    for key, value, section in _leaves(plain(config)):
+        if isinstance(value, str):
+            kinds = {
+                kind
+                for path, section_kind, kind in paths
+                if is_covered(key, (path,)) and section.get(KIND, section_kind) == section_kind
+            }
+            yield from ((key, value, kind, section) for kind in sorted(kinds))
 
 
-def describe(config: type) -> str:
-    """Returns every option with its type, default and help, for `--help`.
-
-    A section by name that has the kinds of an earlier one refers to it, and so does a list of sections within it.
-    """
-    lines, width = [], min(shutil.get_terminal_size().columns, 110) - 2
-    described: dict[tuple[str, ...], str] = {}  # paths of sections by their classes
-    repeated: list[str] = []
-    for option in options(config):
-        if option.path.startswith(tuple(repeated)):
-            continue
-        kind, nested = f" ({option.kind})" if option.kind else "", sections(option.node)
-        lists = (shape["items"] for shape in alternatives(option.node) if isinstance(shape.get("items"), dict))
-        items: Node = next(lists, {})
-        nested = nested or sections(items)
-        titles = tuple(section["title"] for section in nested.values() if LIST not in section)
-        first = described.setdefault(titles, option.path)
-        if len(nested) > 1 and first != option.path and ("*" in option.path or option.path.startswith(f"{first}.")):
-            repeated.append(f"{option.path}.")
-            lines += [
-                f"--{option.path}: the keys of --{first}",
-                *textwrap.wrap(option.help, width, initial_indent="    "),
-            ]
-            continue
-        default = ", required" if option.default is MISSING else f", default {_default_text(option.default)}"
-        if nested and (isinstance(option.default, dict) or (option.default is MISSING and "" in nested)):
-            default = ""  # its fields have their own
-        head = f"--{option.path}{kind}: {type_text(option.node)}{default}"
-        lines += textwrap.wrap(head, width, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
-        lines += textwrap.wrap(option.help, width, initial_indent="    ", subsequent_indent="    ")
-    return "\n".join(lines)
-
-
-def type_text(node: Node) -> str:
-    """Returns a description of the values that a field takes."""
-    if nested := sections(node):
-        kinds = [kind for kind in nested if kind and LIST not in nested[kind]]
-        text = "keys and values" + (f" of kind {_listed(kinds)}" if len(kinds) > 1 else "")
-        text += ", or text" if any(TEXT in alternative for alternative in nested.values()) else ""
-        text += ", or a list of them" if any(LIST in alternative for alternative in nested.values()) else ""
+def _leaves(
+    value: Any, path: str = "", section: Mapping[str, Any] | None = None
+) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+    """Yields every value of a config that is no section or list, with its key and the section that it is in."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _leaves(item, join(path, str(name)), value)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _leaves(item, join(path, str(index)), section)
     else:
-        text = " or ".join(_takes(alternative) for alternative in alternatives(node))
-    return f"{text} or none" if optional(node) else text
-
-
-def _takes(node: Node) -> str:
-    if "enum" in node or "const" in node:
-        return _listed(node.get("enum") or [node["const"]])
-    if "prefixItems" in node:
-        return f"a list of {len(node['prefixItems'])}: {', '.join(map(type_text, node['prefixItems']))}"
-    if node.get("type") == "array":
-        return f"a list in brackets, each {type_text(node['items'])}"
-    if node.get("type") == "object":
-        value_node = node["additionalProperties"]
-        return f"names and values, each {type_text(value_node if isinstance(value_node, dict) else {})}"
-    if node.get("format") == "path":
-        return "a path"
-    bounds = [f"{phrase} {node[bound]:g}" for bound, phrase in BOUNDS.items() if bound in node]
-    bounds += [f"that matches {node['pattern']}"] if "pattern" in node else []
-    return " ".join([WORDS.get(node.get("type", ""), "any value"), *filter(None, [" and ".join(bounds)])])
-
-
-def join(path: str, name: str) -> str:
-    """Returns the full path of a key."""
-    return f"{path}.{name}" if path else name
-
-
-def _default_text(default: Any) -> str:
-    return "none" if default is None else json.dumps(default, ensure_ascii=False)
-
-
-def _listed(choices: list[Any]) -> str:
-    *others, last = (f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in choices)
-    return f"{', '.join(others)} or {last}" if others else last
+        yield path, value, section or {}

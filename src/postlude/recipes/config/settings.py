@@ -15,20 +15,34 @@ from postlude.layout import Layout
 from postlude.lora import LoRA
 from postlude.objectives import Objective, load_objective
 from postlude.optimizer import SGD, AdamW
-from postlude.options import Draft
+from postlude.options import Common, Draft
 from postlude.recipes.config.environments import EnvironmentSettings
 from postlude.recipes.config.rewards import Code
-from postlude.recipes.config.rollout import NativeRollout, Rollout, SyncSettings
+from postlude.recipes.config.rollout import LaunchedVLLM, NativeRollout, Rollout, SyncSettings
 from postlude.recipes.config.schema import InputPath, Settings, TaggedUnion
 from postlude.recipes.report.metrics import COMPONENTS
 from postlude.recipes.run.loggers import parse_logger
 from postlude.rollout.tasks import SplitBy
 from postlude.training_options import ForwardOptions, TrainingOptions
 
+
+class ObserveSettings(Settings):
+    """How other programs watch a run while it goes on. The run directory has its status and metrics in any case."""
+
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Port at which rank 0 serves /metrics in Prometheus's format; 0 takes a free one, which is printed. None serves
+    nothing."""
+    metrics_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """Address of metrics_port. Without a key: whoever reaches it reads the metrics."""
+    traces: bool = False
+    """Whether rank 0 sends OpenTelemetry traces of the steps, with requests and rewards. The variables OTEL_… say where
+    to. It needs postlude[traces]."""
+
+
 HELD_OUT_TASKS = 64  # of an evaluation that does not say how many
 ModelSource: TypeAlias = Annotated[str, InputPath("model")]
 """A model's directory or file, or the name of a built-in model or of one on the Hugging Face Hub."""
-OptimizerSettings: TypeAlias = Annotated[AdamW | SGD, TaggedUnion(adamw=AdamW, sgd=SGD)]
+OptimizerSettings: TypeAlias = Common[Annotated[AdamW | SGD, TaggedUnion(adamw=AdamW, sgd=SGD)]]
 RUN_NAME = "{name}"
 
 
@@ -63,9 +77,9 @@ StopTexts: TypeAlias = tuple[Annotated[str, Field(min_length=1)], ...]
 class SamplingSettings(Settings):
     """Sampling parameters of completions."""
 
-    max_new_tokens: PositiveInt = 256
+    max_new_tokens: Common[PositiveInt] = 256
     """Maximum number of tokens of a completion."""
-    temperature: Temperature = 1.0
+    temperature: Common[Temperature] = 1.0
     """Sampling temperature."""
     top_k: NonNegativeInt = 0
     """Sample from the k most likely tokens; 0 samples from all."""
@@ -173,11 +187,11 @@ EvaluationSets: TypeAlias = Annotated[dict[str, EvaluationSetSettings], AfterVal
 class EvaluationSettings(PassSettings):
     """Evaluation on held-out tasks: before the first step, every so many steps, and after the last."""
 
-    every: NonNegativeInt = 50
+    every: Common[NonNegativeInt] = 50
     """Steps between evaluations; 0 disables evaluation."""
     at_start: bool = True
     """Evaluate before the first step too."""
-    tasks: NonNegativeInt | None = None
+    tasks: Common[NonNegativeInt | None] = None
     """Number of held-out tasks, of each environment: the last ones with different prompts. Other tasks with one of
     these prompts are not trained on either. They are held out also if `every` is 0, to be evaluated later; none takes
     64, or 0 if it is 0."""
@@ -198,18 +212,17 @@ class EvaluationSettings(PassSettings):
 
     @property
     def held_out(self) -> int:
-        """The number of held-out tasks."""
         return self.tasks if self.tasks is not None else HELD_OUT_TASKS if self.every else 0
 
 
 class HeldOutSettings(Settings):
     """Evaluation on held-out rows: before the first step, every so many steps, and after the last."""
 
-    every: NonNegativeInt = 50
+    every: Common[NonNegativeInt] = 50
     """Steps between evaluations; 0 disables evaluation."""
     at_start: bool = True
     """Evaluate before the first step too."""
-    rows: NonNegativeInt = 0
+    rows: Common[NonNegativeInt] = 0
     """Number of held-out rows: the dataset's last ones with different prompts. Other rows with one of these prompts are
     not trained on either. A row without a prompt is compared as a whole. 0 disables evaluation."""
 
@@ -246,13 +259,13 @@ def _check_run(run: Any) -> Any:
 class RunConfig(Settings, ForwardOptions):
     """The settings of every recipe."""
 
-    model: ModelSource = "tiny-dense"
+    model: Common[ModelSource] = "tiny-dense"
     """Hugging Face directory, GGUF file, built-in model, or ORG/NAME or ORG/NAME@REVISION on the Hugging Face Hub."""
     chat_template: Annotated[Path, InputPath("path")] | None = None
     """File of a chat template (Jinja) in place of the tokenizer's. It is exported with the model."""
     trust_remote_code: bool = False
     """Whether Python files of the model's directory may run as its tokenizer, with your rights."""
-    run: Annotated[Path, BeforeValidator(_check_run)] = Path(f"runs/{RUN_NAME}")
+    run: Common[Annotated[Path, BeforeValidator(_check_run)]] = Path(f"runs/{RUN_NAME}")
     """Run directory, relative to the working directory. A run with the same config is resumed. {name} is the name of
     the config file without its extension or, without a file, of the recipe and the model."""
     context_length: Annotated[int, Field(ge=2)] | None = None
@@ -260,8 +273,10 @@ class RunConfig(Settings, ForwardOptions):
     states. A larger number lets the model read more than that."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Compute dtype; none takes bfloat16 on a GPU and float32 elsewhere."""
-    loggers: Annotated[tuple[str, ...], AfterValidator(_check_loggers)] = ("tensorboard",)
+    loggers: Common[Annotated[tuple[str, ...], AfterValidator(_check_loggers)]] = ("tensorboard",)
     """Loggers besides metrics.jsonl: tensorboard, wandb, mlflow, trackio. A project may follow a colon: wandb:sums."""
+    observe: ObserveSettings = ObserveSettings()
+    """How other programs watch the run."""
     cluster: ClusterSettings = ClusterSettings()
     """Resources on a Ray cluster."""
 
@@ -325,12 +340,12 @@ class TrainingConfig(RunConfig, TrainingOptions):
     """The settings of every recipe that trains."""
 
     # Fields of `TrainingOptions` whose text form, or type, is a config's own.
-    layout: Annotated[Layout, TaggedUnion(Layout)] = Layout()
+    layout: Common[Annotated[Layout, TaggedUnion(Layout)]] = Layout()
     optimizer: OptimizerSettings = AdamW()
-    lora: LoRA | None = None
+    lora: Common[LoRA | None] = None
     mtp: MTPSettings | None = None
     """Multi-token prediction besides the objective; none disables it."""
-    save_every: NonNegativeInt = 50
+    save_every: Common[NonNegativeInt] = 50
     """Steps between checkpoints; 0 saves only the last one."""
     keep_checkpoints: PositiveInt = 2
     """Number of checkpoints to keep."""
@@ -341,7 +356,7 @@ class TrainingConfig(RunConfig, TrainingOptions):
     code of yours."""
     limits: RunLimits = RunLimits()
     """Limits at which the run ends or warns, because it learns nothing more."""
-    export: bool | Literal["best"] = True
+    export: Common[bool | Literal["best"]] = True
     """Export the trained model at the end, as a Hugging Face directory: model/ in the run directory. With LoRA it is
     the merged model, and adapter/ has the adapters as peft reads them. "best" keeps the checkpoint with the best score
     on held-out data besides the newest ones, and exports that one instead of the last."""
@@ -379,7 +394,6 @@ class TrainingConfig(RunConfig, TrainingOptions):
 
     @property
     def has_value_head(self) -> bool:
-        """Whether the trained model has a value head."""
         return False
 
 
@@ -414,5 +428,15 @@ def check_sampling(sampling: SamplingSettings, budget: int, rollout: Rollout, ke
     if rollout.share_gpu and isinstance(rollout, SyncSettings) and rollout.sync == "network":
         raise ValueError(
             "rollout.share_gpu is for servers on the trainer's GPU, but rollout.sync is network, which needs a GPU for "
-            "each process. Set rollout.sync to disk."
+            "each process. Leave rollout.sync out."
+        )
+    if isinstance(rollout, SyncSettings) and rollout.sync == "ipc" and not isinstance(rollout, LaunchedVLLM):
+        raise ValueError(
+            "rollout.sync is ipc, but only vLLM that the run starts (rollout: vllm) has our part that reads shared "
+            "memory. Leave it out."
+        )
+    if isinstance(rollout, LaunchedVLLM) and rollout.sync == "ipc" and rollout.gpus and not rollout.share_gpu:
+        raise ValueError(
+            "rollout.sync is ipc, which shares memory of one device, but vLLM has GPUs of its own. Set "
+            "rollout.share_gpu, or rollout.sync to disk or network."
         )

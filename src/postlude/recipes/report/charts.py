@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from postlude.recipes.report.data import Band, Floats, RunData, Series, thin
+from postlude.recipes.report.data import Band, Floats, RunData, Series, read_runs, thin
 from postlude.recipes.report.formatting import escape, format_duration, format_number, format_share
 from postlude.recipes.report.metrics import LAYER, TIME, explain, title
 
@@ -38,7 +39,6 @@ class ChartData:
         self._charts: list[Mapping[str, Any]] = []
 
     def add(self, **chart: Any) -> int:
-        """Adds what a figure draws, and returns its index."""
         self._charts.append(chart)
         return len(self._charts) - 1
 
@@ -54,12 +54,10 @@ class ChartData:
 
 
 def colour(index: int) -> str:
-    """Returns the attribute of the colour of a run or part."""
     return f'style="--c:var(--c{index % COLOURS})"'
 
 
 def run_label(run: RunData, index: int) -> str:
-    """Returns the name of a run with its colour."""
     return f'<span class="run"><i class="swatch" {colour(index)}></i>{escape(run.name)}</span>'
 
 
@@ -306,3 +304,50 @@ def _numbers(values: Floats) -> list[float]:
 def _number(value: float) -> float:
     """Returns a finite number with as many digits as a chart can use, which are few bytes of JSON."""
     return int(value) if value.is_integer() and abs(value) < 1e15 else float(f"{value:.{DIGITS}g}")
+
+
+SVG_COLUMNS, MOST = 3, 6  # figures in a row, and in all
+WIDTH, HEIGHT, HEAD = 260, 130, 34  # of a figure, and of the line above all, in pixels
+LEFT, RIGHT, TOP, BOTTOM = 48, 14, 26, 20  # around a curve
+POINTS = 200  # of a curve
+
+
+def curves_svg(run: Path, keys: tuple[str, ...], lead: str) -> str:
+    """Returns a line of text, and below it the curves of the first of the metrics that have two values or more."""
+    (data,) = read_runs([run])
+    found = [(key, data.all_phases(key).finite) for key in keys if key in data.series]
+    drawn = [(key, series) for key, series in found if len(series.steps) > 1][:MOST]
+    rows = -(-len(drawn) // SVG_COLUMNS)
+    figures = [
+        f'<g transform="translate({WIDTH * (place % SVG_COLUMNS)} {HEAD + HEIGHT * (place // SVG_COLUMNS)})">'
+        f"{_figure(key, thin(series, POINTS)[0])}</g>"
+        for place, (key, series) in enumerate(drawn)
+    ]
+    width, height = WIDTH * SVG_COLUMNS, HEAD + HEIGHT * rows
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" font-size="11" fill="#444">'
+        f'<rect width="{width}" height="{height}" fill="#fff"/>'
+        f'<text x="8" y="21" font-size="13">{escape(lead)}</text>{"".join(figures)}</svg>'
+    )
+
+
+def _figure(key: str, series: Series) -> str:
+    """Returns a curve with its title, the range of its values, and its first and last step."""
+    low, high = float(series.values.min()), float(series.values.max())
+    first, last = int(series.steps[0]), int(series.steps[-1])
+    inner_width, inner_height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+    x = LEFT + inner_width * (series.steps - first) / (last - first)
+    y = TOP + inner_height * (1 - (series.values - low) / ((high - low) or 1.0))
+    points = " ".join(f"{across:.1f},{down:.1f}" for across, down in zip(x, y, strict=True))
+    base = HEIGHT - BOTTOM
+    return (
+        f'<text x="{LEFT}" y="16">{escape(title(key))}</text>'
+        f'<text x="{WIDTH - RIGHT}" y="16" text-anchor="end">{format_number(float(series.values[-1]))}</text>'
+        f'<path d="M{LEFT} {TOP}V{base}H{WIDTH - RIGHT}" fill="none" stroke="#bbb"/>'
+        f'<text x="{LEFT - 4}" y="{TOP + 8}" text-anchor="end">{format_number(high)}</text>'
+        f'<text x="{LEFT - 4}" y="{base}" text-anchor="end">{format_number(low)}</text>'
+        f'<text x="{LEFT}" y="{HEIGHT - 5}">{first}</text>'
+        f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 5}" text-anchor="end">{last}</text>'
+        f'<polyline points="{points}" fill="none" stroke="#2f6fd0" stroke-width="1.6" stroke-linejoin="round"/>'
+    )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from postlude.recipes.report.metrics import EVAL
 from postlude.recipes.report.summary import RunSummary, read_summary
-from postlude.recipes.run.directory import read_config, read_layers, read_metrics, read_record, read_samples
+from postlude.recipes.run.files import read_config, read_layers, read_metrics, read_record, read_samples
 from postlude.recipes.run.loggers import dotted
 
 Floats = NDArray[np.float64]
@@ -65,7 +65,6 @@ class RunData:
     summary: RunSummary
 
     def all_phases(self, key: str) -> Series:
-        """Returns a metric over all phases."""
         phases = self.series[key].values()
         steps, values = (np.concatenate([getattr(phase, name) for phase in phases]) for name in ("steps", "values"))
         order = np.argsort(steps, kind="stable")
@@ -155,7 +154,6 @@ def _from_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, F
 
 
 def _numbers(values: Sequence[Any]) -> Floats:
-    """Returns the finite numbers of a list."""
     if {type(value) for value in values} <= {int, float}:  # the common case, which is fast
         array: Floats = np.array(values, dtype=float)
         return np.extract(np.isfinite(array), array)

@@ -12,10 +12,12 @@ from rich.text import Text
 
 from postlude.error_output import escape_controls
 from postlude.hf.export import ModelCard
+from postlude.json_log import is_json, print_line
 from postlude.recipes.report.live import RunConsole
 from postlude.recipes.report.page import write_report
 from postlude.recipes.report.summary import REPORT, RunSummary, held_out_table, read_summary, summary_lines
-from postlude.recipes.run.directory import is_rank0, read_config
+from postlude.recipes.run.directory import is_rank0
+from postlude.recipes.run.files import read_config
 from postlude.recipes.run.outcome import EXIT_FAILED, OutcomeStatus, RunOutcome, write_outcome
 
 NOT_IN_MODEL_CARD = ("run", "model", "loggers")
@@ -42,6 +44,11 @@ def finish_failed_run(run: Path, step: int, error: BaseException) -> None:
 
 def print_summary(summary: RunSummary, console: Console) -> None:
     """Prints what went wrong, then a line for each fact, then the paths of the model and the report."""
+    if is_json():
+        facts = {line.label.lower(): f"{line.text} {line.note}".strip() for line in summary_lines(summary)}
+        message = summary.failure or "the run has ended"
+        print_line(message, summary=facts, model=summary.model, report=summary.report)
+        return
     console.print()
     if summary.failure:
         console.print(Text(escape_controls(summary.failure), style="bold red"), soft_wrap=True)

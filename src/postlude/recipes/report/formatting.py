@@ -46,7 +46,6 @@ def format_share(part: float, total: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Returns a number of bytes in a fitting unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

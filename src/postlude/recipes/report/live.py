@@ -1,4 +1,4 @@
-"""Progress of a run: a live panel on a terminal, one line per step elsewhere, nothing on ranks other than 0."""
+"""Progress of a run: a live panel on a terminal, elsewhere a line per step, or one of JSON. Only rank 0 shows it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from statistics import median
 from threading import Lock
 from types import MappingProxyType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeAlias
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -22,23 +22,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from postlude.json_log import is_json, print_line
 from postlude.recipes.report.formatting import format_duration, format_number
-from postlude.recipes.report.metrics import LENGTH, LOSS, REWARD, SPEED, TIME
-from postlude.recipes.run.directory import flatten, is_rank0
+from postlude.recipes.report.metrics import TIME, labelled_values
+from postlude.recipes.run.files import flatten
 
-SHOWN = (  # label, and the first of these metrics that a step has
-    ("reward", (REWARD,)),
-    ("accuracy", ("accuracy",)),
-    ("length", (LENGTH,)),
-    ("kl", ("kl",)),
-    ("kl to teacher", ("kl_forward",)),
-    ("kl to old", ("kl_old",)),
-    ("entropy", ("entropy",)),
-    ("loss", (LOSS,)),
-    ("grad norm", ("grad_norm",)),
-    ("lr", ("lr",)),
-    ("tokens/s", (SPEED,)),
-)
 BLOCKS = "▁▂▃▄▅▆▇█"
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 REFRESHES = 4  # of the panel a second, in a thread of its own
@@ -49,10 +37,18 @@ NARROW = 72  # columns of a terminal that shows values in one column
 
 
 class RunConsole(Console):
-    """Prints what a run shows. A reader that goes away, such as `| head`, does not end the run, as rich's own does."""
+    """Prints what a run shows. A reader that goes away, such as `| head`, does not end the run, as rich's own does.
+
+    In a notebook it prints plain lines: rich would make each line an output of its own, and take its color for that of
+    a terminal.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        if self.is_jupyter:
+            super().__init__(**settings, force_jupyter=False, force_terminal=False, color_system=None)
 
     def on_broken_pipe(self) -> None:
-        """Discards all later output."""
         self.quiet = True
         with suppress(OSError), open(os.devnull, "w") as nothing:  # Python writes to it once more when it ends
             os.dup2(nothing.fileno(), sys.stdout.fileno())
@@ -60,6 +56,9 @@ class RunConsole(Console):
 
 class ProgressView(Protocol):
     """A context manager that shows every step."""
+
+    total: int
+    """The number of steps, as far as it is known."""
 
     def __enter__(self) -> Self: ...
 
@@ -75,22 +74,8 @@ class ProgressView(Protocol):
         """Shows a line in the panel. Returns false where there is none. It does not wait: signal handlers call it."""
 
 
-class ViewFactory(Protocol):
-    """Makes a view of `total` steps, of which `start` were done before. `unit` is the name of a step.
-
-    `phases` are by name the steps that have more to do, such as an evaluation.
-    """
-
-    def __call__(
-        self,
-        total: int,
-        *,
-        title: str = ...,
-        start: int = ...,
-        unit: str = ...,
-        phases: Mapping[str, Sequence[int]] = ...,
-    ) -> ProgressView:
-        """Returns a view to enter."""
+ViewFactory: TypeAlias = Callable[..., ProgressView]
+"""Makes a view to enter, with the arguments of `LiveView`."""
 
 
 class LiveView:
@@ -113,12 +98,16 @@ class LiveView:
     ) -> None:
         self.total, self.title, self.step, self.unit = total, title, start, unit
         self._console = console or RunConsole()
-        self._silent = not is_rank0() if silent is None else silent
+        if silent is None:
+            from postlude.recipes.run.directory import is_rank0  # imports torch
+
+            silent = not is_rank0()
+        self._silent = silent
         self._history: dict[str, deque[float]] = {}
         self._seconds: dict[str, float] = {}
         self._phase = self._notice = ""
-        self._began = time.monotonic()
-        self._last_end = self._began
+        self.began = time.monotonic()
+        self._last_end = self.began
         self._phases: dict[int, frozenset[str]] = {}  # by step, of steps that have some
         for name, steps in phases.items():
             self._phases |= {step: self._phases.get(step, frozenset()) | {name} for step in steps}
@@ -128,10 +117,10 @@ class LiveView:
         self._lock = Lock()  # another thread draws the panel
 
     def __enter__(self) -> Self:
-        self._began = time.monotonic()
-        self._last_end = self._began
+        self.began = time.monotonic()
+        self._last_end = self.began
         if self.step and not self._silent:
-            self._print(self._before())
+            self.print_line(self._before())
         if not self._silent and self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(console=self._console, refresh_per_second=REFRESHES, get_renderable=self._render)
             self._live.start()
@@ -152,6 +141,12 @@ class LiveView:
         """Shows a finished step. `metrics` are those of `RunDirectory.log`, nested or flat."""
         if self._silent:
             return
+        flat = self.record(step, metrics)
+        if not self.has_panel:
+            self.print_line(self._line(flat))
+
+    def record(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Adds a finished step to the panel. Returns its numbers."""
         flat = {key: float(value) for key, value in flatten(metrics).items() if isinstance(value, int | float)}
         with self._lock:
             self.step = step
@@ -160,18 +155,21 @@ class LiveView:
             self._last_end = now
             seconds, complete = self.remaining()
             self._eta = f"eta {'' if complete else 'at least '}{format_duration(seconds)}"
-            for label, value in _labelled_values(flat):
+            for label, value in labelled_values(flat):
                 self._history.setdefault(label, deque(maxlen=REMEMBERED)).append(value)
             self._seconds = {key.removeprefix(TIME): value for key, value in flat.items() if key.startswith(TIME)}
-        if self._live is None:
-            self._print(self._line(flat))
+        return flat
 
     def show_notice(self, notice: str) -> bool:
-        """Shows a line at the end of the panel; false without a panel."""
         self._notice = notice  # without the lock, which the interrupted code may hold
+        return self.has_panel
+
+    @property
+    def has_panel(self) -> bool:
+        """Whether there is a panel; else each step is a line."""
         return self._live is not None
 
-    def _print(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         try:
             self._console.print(line, soft_wrap=True, markup=False, highlight=False)
         except OSError:  # the terminal is closed, which must not end the run
@@ -184,7 +182,7 @@ class LiveView:
         return f"{done} is done, and nothing is left to do: raise {self.unit}s to continue, or give another --run."
 
     def _line(self, flat: Mapping[str, float]) -> str:
-        values = [f"{label} {format_number(value)}" for label, value in _labelled_values(flat)]
+        values = [f"{label} {format_number(value)}" for label, value in labelled_values(flat)]
         return "  ".join([f"{self.unit} {self.step}/{self.total}", *values, self._eta])
 
     def _render(self) -> RenderableType:
@@ -197,7 +195,7 @@ class LiveView:
         head.add_column(no_wrap=True)
         head.add_column(ratio=1)
         head.add_column(no_wrap=True, justify="right")
-        spent = time.monotonic() - self._began
+        spent = time.monotonic() - self.began
         head.add_row(
             Text(f"{self.unit} {self.step:,}/{self.total:,}", style="bold"),
             ProgressBar(total=max(self.total, 1), completed=self.step),
@@ -240,7 +238,7 @@ class LiveView:
             for phases, seconds in self._seconds_by_phases.items()
             if phases
         }
-        ahead = [phases for step, phases in self._phases.items() if step > self.step]
+        ahead = [phases for step, phases in self._phases.items() if self.step < step <= self.total]
         count = max(self.total - self.step, 0)
         total, complete = usual * count + beyond * (count - len(ahead)), True
         for phases in ahead:
@@ -280,6 +278,18 @@ def time_bar(seconds: Mapping[str, float], width: int) -> Text:
     return bar + legend
 
 
-def _labelled_values(flat: Mapping[str, float]) -> list[tuple[str, float]]:
-    labelled_keys = ((label, next((key for key in keys if key in flat), None)) for label, keys in SHOWN)
-    return [(label, flat[key]) for label, key in labelled_keys if key is not None]
+class JSONView(LiveView):
+    """Prints a line for each step, with all its numbers."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if not self._silent:
+            numbers = {name: value for name, value in flatten(metrics).items() if isinstance(value, int | float)}
+            message = f"{self.unit} {step}/{self.total}"
+            print_line(message, step, title=self.title, phase=self._phase, total=self.total, metrics=numbers)
+
+
+def open_view(total: int, **settings: Any) -> ProgressView:
+    return (JSONView if is_json() else LiveView)(total, **settings)

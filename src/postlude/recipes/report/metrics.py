@@ -13,8 +13,9 @@ from pathlib import Path
 
 REWARD, LOSS, LENGTH = "reward_mean", "loss", "length_mean"
 SKIPPED, MEMORY, SPEED = "skipped_steps", "gpu_memory_gib", "tokens_per_second"
-TOKENS, SHARED = "tokens", "shared_tokens"
-DRAFTS = "draft_acceptance"
+TOKENS, SHARED, REUSED = "tokens", "shared_tokens", "reused_prompt_tokens"
+DRAFTS, DRAFT_LENGTH = "draft_acceptance", "draft_length"
+MASK_SIZE = "sampling_mask_size"
 REWARD_KL = "reward_kl"
 WORKERS_LOST = "workers/lost"
 REWARDS, LENGTHS = "rewards", "lengths"  # lists: one number a completion
@@ -27,7 +28,19 @@ FAILED = f"{COMPONENTS}failed"
 SCORES = (f"{EVAL}{REWARD}", f"{EVAL}accuracy", f"{EVAL}{LOSS}")
 """The score of a run is the first of these that it has."""
 FALLING = (LOSS, f"{EVAL}{LOSS}")  # smaller is better
-
+SHOWN = {  # by its label in the terminal, a metric
+    "reward": REWARD,
+    "accuracy": "accuracy",
+    "length": LENGTH,
+    "kl": "kl",
+    "kl to teacher": "kl_forward",
+    "kl to old": "kl_old",
+    "entropy": "entropy",
+    "loss": LOSS,
+    "grad norm": "grad_norm",
+    "lr": "lr",
+    "tokens/s": SPEED,
+}
 
 LAYER = re.compile(r"(?P<block>\w+)/(?P<layer>(?:mtp_\d+_)?layer_\d+)/(?P<name>\w+)")  # metrics of one layer
 WORST = "_worst"  # of all layers
@@ -45,14 +58,12 @@ class MetricInfo:
     watch: str
 
     def replaced(self, old: str, new: str) -> MetricInfo:
-        """Returns the same with `old` replaced in all texts."""
         texts = (text.replace(old, new) for text in (self.title, self.meaning, self.range, self.watch))
         return MetricInfo(self.topic, *texts)
 
 
 @functools.cache
 def metric_groups() -> Mapping[str, Mapping[str, MetricInfo]]:
-    """Returns all metrics by group and name."""
     groups: dict[str, dict[str, MetricInfo]] = {}
     for line in Path(__file__).with_suffix(".txt").read_text("utf-8").splitlines():
         if line.startswith("# "):
@@ -65,7 +76,6 @@ def metric_groups() -> Mapping[str, Mapping[str, MetricInfo]]:
 
 @functools.cache
 def known_metrics() -> Mapping[str, MetricInfo]:
-    """Returns all metrics by name."""
     return {name: info for metrics in metric_groups().values() for name, info in metrics.items()}
 
 
@@ -103,7 +113,6 @@ def explain(name: str) -> MetricInfo | None:  # noqa: PLR0911 - one for each for
 
 
 def _explain_set(name: str) -> MetricInfo | None:
-    """Returns what eval/SET/NAME means, a metric of an evaluation set."""
     prefix, _, metric = name.removeprefix(EVAL).partition("/")
     if not (name.startswith(EVAL) and metric):
         return None
@@ -111,20 +120,22 @@ def _explain_set(name: str) -> MetricInfo | None:
     return info and replace(info, title=f"{prefix}: {info.title}", meaning=f"{info.meaning}; of the set {prefix}")
 
 
+def labelled_values(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Returns the metrics of a step that the terminal shows, each with its label."""
+    return [(label, metrics[name]) for label, name in SHOWN.items() if name in metrics]
+
+
 def topic(name: str) -> str:
-    """Returns the group of a metric, which the report shows it in."""
     info = explain(name)
     return info.topic if info else HELD_OUT if name.startswith(EVAL) else OTHER
 
 
 def title(name: str) -> str:
-    """Returns the title of a metric's chart."""
     info = explain(name)
     return info.title if info else name.replace("_", " ").replace("/", ", ")
 
 
 def glossary() -> str:
-    """Returns docs/metrics.md."""
     lines = [
         "# Metrics: what a run measures",
         "",

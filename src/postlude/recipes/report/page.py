@@ -30,10 +30,9 @@ from postlude.recipes.report.metrics import (
     metric_groups,
     topic,
 )
-from postlude.recipes.report.samples import samples
 from postlude.recipes.report.summary import REPORT
-from postlude.recipes.report.tables import config, differences, held_out, machine, summaries
-from postlude.recipes.run.directory import is_private
+from postlude.recipes.report.tables import config, differences, held_out, machine, samples, summaries
+from postlude.recipes.run.files import is_private
 
 MAIN = "Main curves"
 MAIN_CURVES = (*SCORES, REWARD, "accuracy", LOSS, "nll", LENGTH, "entropy", "kl", "grad_norm", "lr", SPEED)

@@ -20,6 +20,7 @@ from postlude.recipes.report.metrics import (
     LOSS,
     MEMORY,
     PASS,
+    REUSED,
     REWARD,
     REWARDS,
     SCORES,
@@ -29,7 +30,7 @@ from postlude.recipes.report.metrics import (
     TOKENS,
     title,
 )
-from postlude.recipes.run.directory import read_metrics, read_record
+from postlude.recipes.run.files import read_metrics, read_record
 from postlude.recipes.run.outcome import RunOutcome, read_outcome
 from postlude.recipes.run.start_mode import EXPORTED_MODEL
 
@@ -81,7 +82,9 @@ class RunSummary:
     tokens: int
     """Tokens that were trained on."""
     shared_tokens: int
-    """Those of them that were not computed, since another sequence begins with them."""
+    """Trained tokens that were not computed, since another sequence begins with them."""
+    reused_prompt_tokens: int
+    """Prompt tokens that were not prefilled, since an earlier completion or turn begins with them."""
     not_finite: int
     """Numbers in the metrics that are not finite."""
     seconds: Mapping[str, float]
@@ -101,17 +104,14 @@ class RunSummary:
 
     @property
     def reward(self) -> MetricChange | None:
-        """Mean reward of the training completions."""
         return self.changes.get(REWARD)
 
     @property
     def loss(self) -> MetricChange | None:
-        """Loss of the last phase."""
         return self.changes.get(LOSS)
 
     @property
     def held_out(self) -> dict[str, MetricChange]:
-        """All held-out metrics by name."""
         return {name: change for name, change in self.changes.items() if name.startswith(EVAL)}
 
     @property
@@ -167,6 +167,7 @@ def read_summary(run: Path, lines: Sequence[Mapping[str, Any]] | None = None) ->
         skipped=total(SKIPPED),
         tokens=total(TOKENS),
         shared_tokens=total(SHARED),
+        reused_prompt_tokens=total(REUSED),
         not_finite=sum(_count_not_finite(value) for line in lines for value in line.values()),
         seconds=times,
         exported_step=read_record(run).get("exported_step"),
@@ -227,6 +228,9 @@ def summary_lines(summary: RunSummary) -> list[SummaryLine]:
     if summary.shared_tokens:
         note = f"{format_share(summary.shared_tokens, summary.tokens)} of {summary.tokens:,} tokens, computed once"
         lines.append(SummaryLine("Shared tokens", f"{summary.shared_tokens:,}", note))
+    if summary.reused_prompt_tokens:
+        note = "not prefilled again in rollouts"
+        lines.append(SummaryLine("Reused prompt tokens", f"{summary.reused_prompt_tokens:,}", note))
     if summary.not_finite:
         lines.append(SummaryLine("Not finite", f"{summary.not_finite:,}", "numbers in the metrics", warn=True))
     total = sum(summary.seconds.values())

@@ -1,20 +1,21 @@
-"""The report's tables: summary, held-out metrics, configs and their differences, machine."""
+"""The report's tables (summary, held-out metrics, configs, machine), and samples token by token."""
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from postlude.recipes.report.charts import run_label
+from postlude.recipes.report.charts import colour, run_label
 from postlude.recipes.report.data import RunData
-from postlude.recipes.report.formatting import escape
+from postlude.recipes.report.formatting import escape, format_number
 from postlude.recipes.report.summary import RunSummary, SummaryLine, held_out_table, summary_lines
 
 MISSING = "–"
 
 
 def summaries(runs: Sequence[RunData]) -> str:
-    """Returns the summary of each run, failures first."""
     failures = "".join(
         f'<p class="bad" role="alert">{f"{run_label(run, index)}: " if len(runs) > 1 else ""}'
         f"{escape(run.summary.failure)}</p>"
@@ -45,7 +46,6 @@ def _card(run: RunData) -> str:
 
 
 def _machine(run: RunData) -> str:
-    """Returns device, ranks, version and commit of a run."""
     machine = run.machine
     words = [
         str(machine.get("device") or ""),
@@ -72,7 +72,6 @@ def _fact(fact: SummaryLine) -> str:
 
 
 def _side_by_side(runs: Sequence[tuple[int, RunData]]) -> str:
-    """Returns the summaries of several runs, one row each."""
     summaries = [(index, run, {fact.label: fact for fact in summary_lines(run.summary)}) for index, run in runs]
     names = list(dict.fromkeys(label for _, _, facts in summaries for label in facts))
     rows = []
@@ -87,7 +86,6 @@ def _side_by_side(runs: Sequence[tuple[int, RunData]]) -> str:
 
 
 def held_out(runs: Sequence[RunData]) -> str:
-    """Returns the first, best and last held-out metrics of each run."""
     tables = [(index, run, held_out_table(run.summary)) for index, run in enumerate(runs)]
     tables = [(index, run, table) for index, run, table in tables if table]
     names = list(dict.fromkeys(name for _, _, table in tables for name in table[0][1:]))
@@ -115,7 +113,6 @@ def differences(runs: Sequence[RunData]) -> str:
 
 
 def config(runs: Sequence[RunData]) -> str:
-    """Returns all keys of all configs, folded."""
     keys = list(dict.fromkeys(key for run in runs for key in run.config))
     if not keys:
         return ""
@@ -124,13 +121,11 @@ def config(runs: Sequence[RunData]) -> str:
 
 
 def machine(runs: Sequence[RunData]) -> str:
-    """Returns the machine and the versions of the last start of each run."""
     keys = list(dict.fromkeys(key for run in runs for key in run.machine))
     return f"<h2>Machine</h2>{_values(runs, [run.machine for run in runs], keys)}" if keys else ""
 
 
 def _values(runs: Sequence[RunData], columns: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> str:
-    """Returns a table with one row a key and one column a run."""
     rows = [
         ("", [f"<code>{escape(key)}</code>", *(escape(column.get(key, MISSING)) for column in columns)]) for key in keys
     ]
@@ -143,3 +138,136 @@ def _table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], kind:
     top = f"<thead><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr></thead>" if head else ""
     body = "".join(f'<tr class="{of}">{"".join(f"<td>{cell}</td>" for cell in row)}</tr>' for of, row in rows)
     return f'<div class="scroll"><table class="{kind}">{top}<tbody>{body}</tbody></table></div>'
+
+
+SAMPLE_STEPS = 6
+MOST_SAMPLES = 8  # of a run with one step of samples
+ALL_TOKENS, MOST_TOKENS, FEWEST_TOKENS = 12_000, 800, 100  # shown on the whole page, in a sample
+LONGEST_TEXT = 4_000  # characters of a prompt, or of a completion without tokens
+MOST_TURNS = 24  # of a sample: the first half and the last
+PROMPT = " prompt"  # the class of what a model read
+LEVELS = (0.1, 0.5, 1.0, 2.0, 3.0, 5.0)  # nats below which a token is shaded less
+
+
+def samples(runs: Sequence[RunData]) -> str:
+    chosen = [(index, run, _chosen(run.samples)) for index, run in enumerate(runs) if run.samples]
+    if not chosen:
+        return ""
+    count = sum(len(picked) for _, _, steps in chosen for _, _, picked in steps)
+    limit = min(max(ALL_TOKENS // count, FEWEST_TOKENS), MOST_TOKENS)
+    sections = []
+    for index, run, steps in chosen:
+        if len(runs) > 1:
+            sections.append(f'<h3 class="r{index}"><i class="swatch" {colour(index)}></i>{escape(run.name)}</h3>')
+        for position, (step, number, picked) in enumerate(steps):
+            opened = " open" if position == len(steps) - 1 else ""
+            cards = "".join(_sample(kind, sample, limit) for kind, sample in picked)
+            sections.append(
+                f'<details class="r{index}"{opened}><summary>Step {step:,} <small>{number} samples</small></summary>'
+                f'<div class="samples">{cards}</div></details>'
+            )
+    shades = "".join(f'<i class="t{level}">{math.exp(-nats):.0%}</i>' for level, nats in enumerate(LEVELS, start=1))
+    key = f'<p class="soft key">Shading: tokens less likely than {shades}. Point at one for its log-prob.</p>'
+    return f"<h2>Samples</h2>{key}{''.join(sections)}"
+
+
+Chosen = list[tuple[int, int, list[tuple[str, Mapping[str, Any]]]]]
+
+
+def _chosen(samples: Sequence[Mapping[str, Any]]) -> Chosen:
+    """Returns some steps, the first and the last included, each with its number of samples and the chosen ones."""
+    by_step: dict[int, list[Mapping[str, Any]]] = {}
+    for sample in samples:
+        by_step.setdefault(sample["step"], []).append(sample)
+    steps = sorted(by_step)
+    places = {round(index * (len(steps) - 1) / (SAMPLE_STEPS - 1)) for index in range(SAMPLE_STEPS)}
+    chosen: Chosen = []
+    for step in (steps[index] for index in sorted(places)):
+        step_samples = by_step[step]
+        if len(steps) == 1:  # an evaluation
+            chosen.append((step, len(step_samples), [("sample", sample) for sample in step_samples[:MOST_SAMPLES]]))
+            continue
+        scored = [sample for sample in step_samples if _is_number(sample.get("reward"))]
+        picked: list[tuple[str, Mapping[str, Any]]] = []
+        if len(scored) > 1:
+            ordered = sorted(scored, key=lambda sample: float(sample["reward"]))
+            picked = [("best", ordered[-1]), ("worst", ordered[0])]
+        unpicked = [sample for sample in step_samples if not any(sample is other for _, other in picked)]
+        picked += [("random", sample) for sample in random.Random(step).sample(unpicked, min(len(unpicked), 1))]
+        chosen.append((step, len(step_samples), picked))
+    return chosen
+
+
+def _sample(kind: str, sample: Mapping[str, Any], limit: int) -> str:
+    tags = [f'<span class="tag kind">{kind}</span>']
+    if sample.get("reward") is not None:
+        tags.append(f'<span class="tag">reward {escape(_number(sample["reward"]))}</span>')
+    components = sample.get("components") or {}
+    for name, value in components.items():
+        tags.append(f'<span class="tag">{escape(name)} {escape(_number(value))}</span>')
+    if sample.get("tokens"):
+        tags.append(f'<span class="tag">{len(sample["tokens"]):,} tokens</span>')
+    if sample.get("error"):
+        tags.append(f'<p class="soft">Failed: {escape(_cut(str(sample["error"])))}</p>')
+    return f'<div class="card">{"".join(tags)}{_texts(sample, limit)}</div>'
+
+
+def _texts(sample: Mapping[str, Any], limit: int) -> str:
+    """Returns what the model read and wrote, turn by turn."""
+    strings, logprobs, turns = sample.get("token_strings") or (), sample.get("logprobs") or (), sample.get("turns")
+    if not turns or sum(turn["tokens"] for turn in turns) != len(strings) or len(strings) != len(logprobs):
+        has_logprobs = bool(strings) and len(strings) == len(logprobs)
+        written = _tokens(sample, limit) if has_logprobs else escape(_cut(sample.get("completion", "")))
+        return _text(escape(_cut(sample.get("prompt", ""))), PROMPT) + _text(written)
+    texts, start, sequence = list[str](), 0, turns[0]["sequence"]
+    omitted = range(MOST_TURNS // 2, len(turns) - MOST_TURNS // 2)
+    limit = max(limit // min(len(turns), MOST_TURNS), FEWEST_TOKENS // 4)
+    for number, turn in enumerate(turns):
+        end = start + turn["tokens"]
+        if number not in omitted:
+            if turn["sequence"] != sequence:
+                texts.append(f'<p class="soft">Sequence {turn["sequence"] + 1:,}</p>')
+            part = {name: list(sample.get(name) or ())[start:end] for name in ("tokens", "token_strings", "logprobs")}
+            texts += [_text(escape(_cut(turn["read"])), PROMPT), _text(_tokens(part, limit))]
+        elif number == omitted[0]:
+            texts.append(f'<p class="soft">… {len(omitted):,} turns left out …</p>')
+        start, sequence = end, turn["sequence"]
+    return "".join(texts)
+
+
+def _text(content: str, kind: str = "") -> str:
+    return f'<div class="text mono{kind}">{content}</div>'
+
+
+def _tokens(sample: Mapping[str, Any], limit: int) -> str:
+    strings, logprobs, tokens = sample["token_strings"], sample["logprobs"], sample.get("tokens") or ()
+    ids = tokens if len(tokens) == len(strings) else [""] * len(strings)
+    spans = []
+    head = len(strings) if len(strings) <= limit else limit * 3 // 4
+    tail = len(strings) if len(strings) <= limit else len(strings) - limit // 4
+    for index in [*range(head), *range(tail, len(strings))]:
+        if index == tail and tail > head:
+            spans.append(f"<small> … {tail - head:,} tokens left out … </small>")
+        logprob = float(logprobs[index]) if _is_number(logprobs[index]) else math.nan
+        text = escape(strings[index]).replace("\n", "↵\n")
+        spans.append(f'<i class="{_shade(logprob)}" data-p="{logprob:.3f}" data-i="{escape(ids[index])}">{text}</i>')
+    return "".join(spans)
+
+
+def _shade(logprob: float) -> str:
+    if not math.isfinite(logprob):
+        return "tx"
+    return f"t{sum(-logprob >= level for level in LEVELS)}"
+
+
+def _cut(text: str) -> str:
+    omitted = len(text) - LONGEST_TEXT
+    return text if omitted <= 0 else f"{text[:LONGEST_TEXT]} … {omitted:,} characters left out"
+
+
+def _number(value: Any) -> str:
+    return format_number(float(value)) if _is_number(value) else str(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -25,10 +25,13 @@ from postlude.recipes.config.rollout import (
     Rollout,
     RunningServers,
     SyncSettings,
+    sleeps,
+    sync_method,
 )
 from postlude.recipes.config.settings import SamplingSettings
 from postlude.recipes.rollouts.server_commands import (
     build_server_command,
+    free_memory_fraction,
     generator_limits,
     local_launcher,
     needs_untied_head,
@@ -79,8 +82,13 @@ def make_rollout_engine(
         )
     untied = not isinstance(rollout, RunningServers) and needs_untied_head(rollout)
     sync = SyncOptions(run, untied=untied, probe=probe, wait=not background)
+    on_ray, asleep = launcher is not None, False
     if isinstance(rollout, SyncSettings):
-        sync = replace(sync, method=rollout.sync, timeout=rollout.sync_timeout, checksum_every=rollout.checksum_every)
+        asleep = isinstance(rollout, LaunchedVLLM) and sleeps(rollout, ray=on_ray)
+        method = sync_method(rollout, ray=on_ray)
+        sync = replace(
+            sync, method=method, timeout=rollout.sync_timeout, checksum_every=rollout.checksum_every, sleep=asleep
+        )
     make_client: Callable[[], GenerationClient]
     if isinstance(rollout, RunningServers):
         make_client = partial(connect_servers, rollout, tokenizer, engine.config.vocab_size)
@@ -98,12 +106,17 @@ def make_rollout_engine(
                 weights=False,
                 limit=limit,
                 model_limit=model_limit,
-                adapter_rank=peft_rank(engine),
+                adapter_rank=peft_rank(engine) if sync.method == "disk" else 0,
+                sync=sync.method,
+                memory_fraction=free_memory_fraction(engine.device) if asleep else None,
+                record_routing=record_routing,
             )
-            server_launcher = launcher or local_launcher(server_files, training_on=device)
-            return launch_servers(rollout, command, tokenizer, engine.config.vocab_size, server_launcher)
+            server_launcher = launcher or local_launcher(server_files, training_on=device, shares_gpus=asleep)
+            # A server that sleeps is not restarted: it would need memory that the trainer may have.
+            launched = rollout.model_copy(update={"max_restarts": 0}) if asleep else rollout
+            return launch_servers(launched, command, tokenizer, engine.config.vocab_size, server_launcher)
 
-    return ServerEngine(make_client, engine=engine, sync=sync)
+    return ServerEngine(make_client, engine=engine, sync=sync, record_routing=record_routing)
 
 
 @contextmanager
@@ -117,7 +130,7 @@ def offloading(engine: Engine | None, timer: StepTimer) -> Iterator[None]:
     try:
         yield
     finally:
-        with timer("offload"):
+        with timer("onload"):
             engine.onload()
 
 

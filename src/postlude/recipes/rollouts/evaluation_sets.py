@@ -5,18 +5,16 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb
 from statistics import mean
 
-from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.data.task_identity import TaskSet
 from postlude.pool.worker_pool import PoolFactory
-from postlude.recipes.config.settings import EvaluationSetSettings, PassSettings, SamplingSettings
+from postlude.recipes.config.settings import EvaluationSetSettings, PassSettings
 from postlude.recipes.report.metrics import COMPONENTS, EVAL, LENGTH, PASS, REWARD
-from postlude.recipes.rollouts.prompts import build_environment, prompt_source
+from postlude.recipes.rollouts.prompts import PromptEncoding, build_environment
 from postlude.recipes.rollouts.sampler import HELD_OUT_SEEDS, RolloutSampler
-from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.rollout.conversations import REWARD_FAILED, PromptSource, Trajectory, TrajectoryGroup
 from postlude.rollout.environments import Environment
 from postlude.rollout.tasks import SplitBy, Task, Tasks, hold_out, last_tasks, task_identity
@@ -35,11 +33,10 @@ class EvaluationSet:
 
     def groups(self, sampler: RolloutSampler, step: int) -> list[TrajectoryGroup]:
         """Returns the groups to sample. Their seeds depend on the name, not on the other sets."""
-        sampling, limit = self.settings.sampling(sampler.settings), sampler.limit
-        sources = {
-            name: prompt_source(environment, sampler.tokenizer, sampling, limit)
-            for name, environment in ({} if self.source else sampler.environments).items()
-        }
+        sampling = self.settings.sampling(sampler.settings)
+        encoding = replace(sampler.encoding, sampling=sampling)
+        environments = {} if self.source else sampler.environments
+        sources = {name: encoding.source(environment) for name, environment in environments.items()}
         seeds, samples = HELD_OUT_SEEDS + zlib.crc32(self.name.encode()), self.settings.samples_per_prompt
         return [
             sampler.make_group(
@@ -55,7 +52,6 @@ class EvaluationSet:
         ]
 
     def metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Returns the metrics of its trajectories, under its name."""
         samples, solved = self.settings.samples_per_prompt, self.settings.solved
         parts = {self.name: trajectories}
         for name in sorted({trajectory.task.environment for trajectory in trajectories} - {""}):
@@ -95,7 +91,6 @@ class EvaluatedTasks:
         return sum(index not in self for index in range(len(self.tasks)))
 
     def __contains__(self, index: object) -> bool:
-        """Whether the task at this index is evaluated, and so not trained on."""
         if not isinstance(index, int):
             return False
         return index in self._rows or any(self.tasks[index] in tasks for tasks in self._sets)
@@ -137,11 +132,9 @@ class _TasksByColumns:
 
 def open_sets(
     settings: Mapping[str, EvaluationSetSettings],
-    tokenizer: ChatTokenizer,
-    sampling: SamplingSettings,
+    encoding: PromptEncoding,
     *,
     seed: int,
-    limit: SequenceLimit,
     split_by: SplitBy,
     pool_factory: PoolFactory | None,
     close_at_end: Callable[[Environment], Environment],
@@ -149,12 +142,10 @@ def open_sets(
     """Returns the sets with their environments, which `close_at_end` closes. Tasks are generated from `seed` + 1."""
     sets = []
     for name, set_settings in settings.items():
-        set_sampling = set_settings.sampling(sampling)
-        environment = close_at_end(
-            build_environment(set_settings.environment, seed + 1, tokenizer, set_sampling, limit, pool_factory)
-        )
-        source = prompt_source(environment, tokenizer, set_sampling, limit)
-        sets.append(EvaluationSet(name, source, tasks_of_set(environment.tasks, set_settings, split_by), set_settings))
+        of_set = replace(encoding, sampling=set_settings.sampling(encoding.sampling))
+        environment = close_at_end(build_environment(set_settings.environment, seed + 1, of_set, pool_factory))
+        tasks = tasks_of_set(environment.tasks, set_settings, split_by)
+        sets.append(EvaluationSet(name, of_set.source(environment), tasks, set_settings))
     return sets
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from postlude.data.chat import EncodedSequence, Encoder, TooLongError
@@ -18,25 +19,26 @@ from postlude.rollout.environments import Environment
 from postlude.rollout.tasks import Task, Tasks, TaskSubset
 
 
-def prompt_encoder(
-    environment: Environment, tokenizer: ChatTokenizer, sampling: SamplingSettings, limit: SequenceLimit
-) -> Encoder:
-    """Returns the encoder of an environment's prompts, which leaves room for a completion."""
-    room = limit.tokens() - sampling.max_new_tokens
-    if room < 2:
-        raise ValueError(
-            f"sampling.max_new_tokens is {sampling.max_new_tokens}, which leaves no room for a prompt in "
-            f"{limit.reason()}. Lower it, or {limit.fix()[0].lower()}{limit.fix()[1:]}."
-        )
-    options = dict(environment.template_options)
-    return Encoder(tokenizer=tokenizer, max_length=room, options=options)
+@dataclass(frozen=True)
+class PromptEncoding:
+    """How the prompts of a run become tokens, with room for a completion."""
 
+    tokenizer: ChatTokenizer
+    sampling: SamplingSettings
+    limit: SequenceLimit
+    """The limit of prompt and completion together."""
 
-def prompt_source(
-    environment: Environment, tokenizer: ChatTokenizer, sampling: SamplingSettings, limit: SequenceLimit
-) -> PromptSource:
-    """Returns an environment with the encoder of its prompts."""
-    return PromptSource(environment, prompt_encoder(environment, tokenizer, sampling, limit))
+    def encoder(self, environment: Environment) -> Encoder:
+        room = self.limit.tokens() - self.sampling.max_new_tokens
+        if room < 2:
+            raise ValueError(
+                f"sampling.max_new_tokens is {self.sampling.max_new_tokens}, which leaves no room for a prompt in "
+                f"{self.limit.reason()}. Lower it, or {self.limit.fix()[0].lower()}{self.limit.fix()[1:]}."
+            )
+        return Encoder(tokenizer=self.tokenizer, max_length=room, options=dict(environment.template_options))
+
+    def source(self, environment: Environment) -> PromptSource:
+        return PromptSource(environment, self.encoder(environment))
 
 
 def encode_prompt(encoder: Encoder, task: Task, limit: SequenceLimit, sampling: SamplingSettings) -> list[int]:
@@ -55,42 +57,30 @@ def encode_prompt(encoder: Encoder, task: Task, limit: SequenceLimit, sampling: 
 
 
 def build_environment(
-    settings: EnvironmentSettings,
-    seed: int,
-    tokenizer: ChatTokenizer,
-    sampling: SamplingSettings,
-    limit: SequenceLimit,
-    pool_factory: PoolFactory | None = None,
+    settings: EnvironmentSettings, seed: int, encoding: PromptEncoding, pool_factory: PoolFactory | None = None
 ) -> Environment:
     """Returns the environment, without the prompts that `overlong: drop` drops. Only rank 0 starts reward workers."""
     if settings.weight is not None:
         raise ValueError(f"weight is {settings.weight:g}, but the environment is not in a list. Leave it out.")
-    check_variables(tokenizer, settings.template_variables)
+    check_variables(encoding.tokenizer, settings.template_variables)
     environment = settings.build(seed, pool_factory if is_rank0() else NullPool)
     environment.template_options = {**settings.template_variables, **environment.template_options}
     if isinstance(settings, PromptSettings) and settings.overlong == "drop":
         try:
-            encoder = prompt_encoder(environment, tokenizer, sampling, limit)
-            environment.tasks = _fitting_tasks(environment, settings, encoder, sampling, limit)
+            environment.tasks = _fitting_tasks(environment, settings, encoding)
         except BaseException:
             environment.close()
             raise
     return environment
 
 
-def _fitting_tasks(
-    environment: Environment,
-    settings: PromptSettings,
-    encoder: Encoder,
-    sampling: SamplingSettings,
-    limit: SequenceLimit,
-) -> Tasks:
-    tasks = environment.tasks
+def _fitting_tasks(environment: Environment, settings: PromptSettings, encoding: PromptEncoding) -> Tasks:
+    tasks, encoder, limit = environment.tasks, encoding.encoder(environment), encoding.limit
     fitting = [index for index in range(len(tasks)) if _fits(encoder, tasks[index])]
     if not fitting:
         raise ValueError(
             f"every prompt of {settings.path} has more than the {encoder.max_length} tokens that {limit.reason()} "
-            f"with completions of up to {sampling.max_new_tokens} leaves. {limit.fix()}."
+            f"with completions of up to {encoding.sampling.max_new_tokens} leaves. {limit.fix()}."
         )
     return TaskSubset(tasks, fitting) if len(fitting) < len(tasks) else tasks
 

@@ -2,47 +2,80 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from math import isnan
 from statistics import mean
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from postlude.data import Batch
-from postlude.data.chat_tokenizer import ChatTokenizer
 from postlude.data.turn_encoding import turn_ends
 from postlude.engine import Engine
 from postlude.engine.batch_sharding import scatter_batch
 from postlude.generate.distributed import DistributedEngine
-from postlude.generate.protocol import Completion
 from postlude.pool.worker_pool import FAILURE_KINDS
 from postlude.recipes.config.rollout import Rollout
 from postlude.recipes.config.settings import SamplingSettings
-from postlude.recipes.report.metrics import COMPONENTS, DRAFTS, LENGTH, LENGTHS, REWARD, REWARDS, WORKERS_LOST
+from postlude.recipes.report.metrics import (
+    COMPONENTS,
+    DRAFT_LENGTH,
+    DRAFTS,
+    LENGTH,
+    LENGTHS,
+    MASK_SIZE,
+    REUSED,
+    REWARD,
+    REWARDS,
+    WORKERS_LOST,
+)
 from postlude.recipes.rollouts.engine import make_rollout_engine, offloading
-from postlude.recipes.rollouts.prompts import encode_prompt, prompt_source
-from postlude.recipes.run.completion_tables import CompletionRow
-from postlude.recipes.run.directory import RunDirectory, Sample
+from postlude.recipes.rollouts.prompts import PromptEncoding, encode_prompt
 from postlude.recipes.run.schedule import StepTimer
 from postlude.recipes.run.signals import StopSignals
-from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.recipes.trainer import StepMetrics, Trainer
 from postlude.rollout.conversations import (
+    DROPPED,
     REWARD_FAILED,
     Conversations,
     PromptSource,
     Trajectory,
     TrajectoryGroup,
-    combine_seeds,
 )
 from postlude.rollout.environments import Environment
+from postlude.rollout.model_calls import combine_seeds
 from postlude.rollout.reward_call import NOT_TRAINING, TrainerState
 from postlude.rollout.tasks import Task
 
+YOUNG_OBJECTS = 1000  # new objects before a collection of the youngest generation, which takes half a millisecond
+FROZEN_AT_START = 5000  # most objects that a process has frozen by itself: Python 3.12 freezes some hundreds
+YOUNG_COLLECTIONS, FULL_COLLECTIONS = 1, 100  # the other two thresholds of `gc.set_threshold`
+
+
+@contextlib.contextmanager
+def short_collections() -> Iterator[None]:
+    """Keeps garbage collections short inside: existing objects are frozen, and new ones are collected often.
+
+    A full collection visits all objects, 300,000 after torch and transformers are imported, while every thread waits.
+    Does nothing in a process that has frozen its objects already.
+    """
+    if gc.get_freeze_count() > FROZEN_AT_START:
+        yield
+        return
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, YOUNG_COLLECTIONS, FULL_COLLECTIONS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+
+
 HEALTH_CHECK_SECONDS = 0.5  # with `background`, at most so long between checks of the engine's health and of signals
-LOGGED_SAMPLES = 8  # trajectories per step that are written to samples.jsonl
 TRAINING_SEEDS, HELD_OUT_SEEDS = 0, 1  # seed streams: training and evaluation of a task use different seeds
 Result = TypeVar("Result")
 
@@ -54,53 +87,60 @@ class RolloutBatch:
     metrics: StepMetrics
     minibatches: list[Batch]
     """After `RolloutSampler.sample_and_scatter` each holds the sequences of this rank."""
+    prompts: int = 0
+    """Prompts of this step and all earlier ones, replacements included."""
+    rewards_before: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    """By group, the rewards of its trajectories that an earlier step trained on."""
 
 
 class RolloutSampler:
     """Samples and scores trajectories. Only rank 0 sends requests; `sample_and_scatter` gives every rank its sequences.
 
     `offloaded_engine` is the training engine if it is moved to host memory while rollouts are sampled
-    (`rollout.share_gpu`), else None. `trainer_state` says how far the run is, for reward functions.
+    (`rollout.share_gpu`), else None. `trainer_state` says how far the run is, for reward functions. With
+    `masks_sampling` completions that are trained on have sampling masks, where `encoding.sampling` filters tokens.
     """
 
     def __init__(
         self,
         rollout_engine: DistributedEngine,
         environment: Environment | Mapping[str, Environment],
-        tokenizer: ChatTokenizer,
-        settings: SamplingSettings,
+        encoding: PromptEncoding,
         *,
-        limit: SequenceLimit,
         seed: int,
         timer: StepTimer,
         background: bool = False,
         signals: StopSignals | None = None,
         offloaded_engine: Engine | None = None,
         trainer_state: Callable[[], TrainerState] = TrainerState,
+        masks_sampling: bool = False,
     ) -> None:
-        self.rollout_engine, self.settings = rollout_engine, settings
+        settings, tokenizer, limit = encoding.sampling, encoding.tokenizer, encoding.limit
+        self.rollout_engine, self.encoding, self.settings = rollout_engine, encoding, settings
         self.environments = environment if isinstance(environment, Mapping) else {"": environment}
         # The generator ends turns by itself; servers are told, since their model's files may not say what ends one.
         self.stop_tokens = tuple(dict.fromkeys([*settings.stop_ids(tokenizer), *turn_ends(tokenizer)]))
-        self.limit, self.seed, self.timer = limit, seed, timer
+        self.limit, self.seed, self.timer, self.masks_sampling = limit, seed, timer, masks_sampling
         self.background, self.signals, self.offloaded_engine = background, signals, offloaded_engine
         self._read_trainer_state, self._trainer_state = trainer_state, NOT_TRAINING
         self._reported_lost_workers = 0
-        self.tokenizer = tokenizer
-        self.sources = {
-            name: prompt_source(part, tokenizer, settings, limit) for name, part in self.environments.items()
-        }
+        self._until_close = ExitStack()
+        if any(part.starts_episodes for part in self.environments.values()):
+            self._until_close.enter_context(short_collections())
+        self.sources = {name: encoding.source(part) for name, part in self.environments.items()}
         # In the background sampling overlaps training: `wait` then times only the waiting.
         self.conversations = Conversations(
             rollout_engine,
             budget=limit.tokens(),
             background=background and rollout_engine.controller.is_rank0,
             timer=(lambda _: nullcontext()) if background else timer,
+            recorder=timer.recorder,
         )
 
     def close(self) -> None:
         """Ends the conversations in progress."""
-        self.conversations.close()
+        with self._until_close:
+            self.conversations.close()
 
     def _check_health_and_signals(self) -> None:
         self.rollout_engine.check_health()
@@ -112,24 +152,39 @@ class RolloutSampler:
         with self.timer("weight_sync"):
             self.rollout_engine.sync_weights()
         self._trainer_state = self._read_trainer_state()
-        with offloading(self.offloaded_engine, self.timer):
+        if self.offloaded_engine is None:
             return self.rollout_engine.controller.on_rank0(work)
+        with offloading(self.offloaded_engine, self.timer), self._awake():
+            return self.rollout_engine.controller.on_rank0(work)
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """Lets the rollout engine use the memory that the trainer has freed, inside the `with` block."""
+        try:
+            with self.timer("wake"):
+                self.rollout_engine.wake()
+            yield
+        finally:
+            with self.timer("sleep"):
+                self.rollout_engine.sleep()
 
     def sample_and_scatter(self, sample: Callable[[], RolloutBatch], engine: Engine) -> RolloutBatch:
         """Calls `sample` on rank 0. Every rank of `engine` gets the metrics and its own sequences of each minibatch."""
         sampled: list[Batch] = []  # on rank 0
 
-        def sample_on_rank0() -> tuple[StepMetrics, int]:
+        def sample_on_rank0() -> tuple[StepMetrics, int, int, Mapping[int, Sequence[float]]]:
             batch = sample()
             sampled.extend(batch.minibatches)
-            return batch.metrics, len(sampled)
+            return batch.metrics, len(sampled), batch.prompts, batch.rewards_before
 
-        metrics, count = self.sync_and_run_on_rank0(sample_on_rank0)
+        metrics, count, prompts, rewards_before = self.sync_and_run_on_rank0(sample_on_rank0)
         controller, share = self.rollout_engine.controller, engine.share_prefixes
         batches: Sequence[Batch | None] = sampled or [None] * count
         return RolloutBatch(
             metrics,
             [scatter_batch(batch, engine.mesh, controller, self.limit.budget, share) for batch in batches],
+            prompts,
+            rewards_before,
         )
 
     def sample(
@@ -156,12 +211,16 @@ class RolloutSampler:
     ) -> TrajectoryGroup:
         """Returns a group that is not started yet. Its seed derives from `step`, `seed_stream` and `number`.
 
-        `sampling` and `source` are by default those of training; of several environments, the task's.
+        By default `sampling` is that of training, and `source` that of the task's environment.
         """
         source, sampling = source or self.sources[task.environment], sampling or self.settings
-        prompt = encode_prompt(source.encoder, task, self.limit, sampling)
+        starts = source.environment.starts_episodes
+        prompt = () if starts else encode_prompt(source.encoder, task, self.limit, sampling)
         params = replace(
-            sampling.params, stop_tokens=self.stop_tokens, seed=combine_seeds(self.seed, step, seed_stream, number)
+            sampling.params,
+            stop_tokens=self.stop_tokens,
+            seed=combine_seeds(self.seed, step, seed_stream, number),
+            return_sampling_mask=self.masks_sampling and seed_stream == TRAINING_SEEDS,
         )
         return TrajectoryGroup.of(task, number, prompt, params, samples, source, self._trainer_state)
 
@@ -176,7 +235,6 @@ class RolloutSampler:
                 self.conversations.poll(HEALTH_CHECK_SECONDS)
 
     def sample_groups(self, groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
-        """Starts groups, waits for them and returns their trajectories, group by group."""
         for group in groups:
             self.start(group)
         self.wait(lambda: all(group.done for group in groups))
@@ -200,6 +258,7 @@ def open_rollout_sampler(
     *,
     epochs: Callable[[], float],
     record_routing: bool = False,
+    masks_sampling: bool = False,
     background: bool = False,
 ) -> RolloutSampler:
     """Opens a rollout engine that gets the trainer's weights, and returns its sampler. The trainer closes both.
@@ -225,15 +284,14 @@ def open_rollout_sampler(
         RolloutSampler(
             rollout_engine,
             environment,
-            trainer.tokenizer,
-            sampling,
-            limit=trainer.limit,
+            PromptEncoding(trainer.tokenizer, sampling, trainer.limit),
             seed=config.seed,
             timer=trainer.timer,
             signals=trainer.signals,
             background=background,
             offloaded_engine=offloaded_engine,
             trainer_state=lambda: TrainerState(trainer.step, epochs(), trainer.total_steps),
+            masks_sampling=masks_sampling,
         )
     )
 
@@ -257,10 +315,18 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> StepMetrics:
         REWARDS: rewards,
         LENGTHS: lengths,
     }
+    if any(len(trajectory.transcripts) != 1 for trajectory in trajectories):
+        metrics["branches_mean"] = mean(len(trajectory.transcripts) for trajectory in trajectories)
     completions = [completion for trajectory in trajectories for completion in trajectory.completions]
+    if reused := sum(completion.reused_prompt_tokens for completion in completions):
+        metrics[REUSED] = reused
     if drafted := sum(completion.drafted for completion in completions):
         metrics[DRAFTS] = sum(completion.accepted for completion in completions) / drafted
-    kinds = (REWARD_FAILED, *FAILURE_KINDS)
+        metrics[DRAFT_LENGTH] = 1.0 + metrics[DRAFTS]  # the depth drafts one token
+    transcripts = [transcript for trajectory in trajectories for transcript in trajectory.transcripts]
+    if sizes := [len(mask) for transcript in transcripts for mask in transcript.sampling_mask if mask]:
+        metrics[MASK_SIZE] = mean(sizes)
+    kinds = (REWARD_FAILED, *FAILURE_KINDS, *DROPPED.components)
     components = [trajectory.components for trajectory in trajectories]
     failures = [{kind: values[kind] for kind in kinds if kind in values} for values in components]
     for name in dict.fromkeys(trajectory.task.environment for trajectory in scored):
@@ -271,55 +337,6 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> StepMetrics:
             f"{COMPONENTS}{name}/" if name else COMPONENTS, [trajectory.components for trajectory in part]
         )
     return metrics | _means(COMPONENTS, failures)
-
-
-def log_trajectories(
-    run: RunDirectory, step: int, trajectories: Sequence[Trajectory], tokenizer: Any, *, save_all: bool
-) -> None:
-    """Writes a few trajectories of a step for the report, and with `save_all` all of them as a table."""
-    run.log_samples(step, _sample_rows(trajectories, tokenizer))
-    if save_all:
-        run.log_completions(step, [_completion_row(step, trajectory) for trajectory in trajectories])
-
-
-def _completion_row(step: int, trajectory: Trajectory) -> CompletionRow:
-    prompt, completions = trajectory.task.prompt, trajectory.completions
-    return CompletionRow(
-        step=step,
-        group=trajectory.group,
-        environment=trajectory.task.environment,
-        prompt=prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False),
-        completion=_joined_text(completions),
-        reward=None if trajectory.excluded or isnan(trajectory.reward) else trajectory.reward,
-        components={name: value for name, value in trajectory.components.items() if not isnan(value)},
-        truncated=trajectory.truncated,
-        tokens=[token for completion in completions for token in completion.tokens],
-        logprobs=[logprob for completion in completions for logprob in completion.logprobs],
-    )
-
-
-def _joined_text(completions: Sequence[Completion]) -> str:
-    return "\n…\n".join(completion.text or "" for completion in completions)
-
-
-def _sample_rows(trajectories: Sequence[Trajectory], tokenizer: Any) -> list[Sample]:
-    """Returns a few of the trajectories as rows of samples.jsonl, the completions of their turns joined by "…"."""
-    rows = []
-    for trajectory in trajectories[:: max(1, len(trajectories) // LOGGED_SAMPLES)][:LOGGED_SAMPLES]:
-        prompt, completions = trajectory.task.prompt, trajectory.completions
-        tokens = [token for completion in completions for token in completion.tokens]
-        rows.append(
-            Sample(
-                prompt=prompt if isinstance(prompt, str) else str(prompt[-1]["content"]),
-                completion=_joined_text(completions),
-                reward=trajectory.reward,
-                components={name: value for name, value in trajectory.components.items() if not isnan(value)},
-                tokens=tokens,
-                token_strings=[tokenizer.decode([token]) for token in tokens],
-                logprobs=[logprob for completion in completions for logprob in completion.logprobs],
-            )
-        )
-    return rows
 
 
 def _means(prefix: str, components: Sequence[Mapping[str, float]]) -> dict[str, float]:

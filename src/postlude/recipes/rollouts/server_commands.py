@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -12,16 +14,22 @@ import torch
 from postlude.data.hub import hub_repo
 from postlude.engine import Engine
 from postlude.engine.adapters import plan_adapter_tensors
+from postlude.generate.sampling_params import MAX_SAMPLING_MASK
 from postlude.hf.export import ModelFiles, hf_export_config, untied
 from postlude.hf.peft import to_peft
 from postlude.hf.read_model import context_length
 from postlude.model import ModelConfig
+from postlude.options import SyncMethod
 from postlude.recipes.config.rollout import LaunchedGenerators, LaunchedVLLM
 from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.serving.clients.postlude import WEIGHTS
 from postlude.serving.launch.launcher import LocalLauncher, ServerCommand
+from postlude.serving.vllm import vllm_versions
 
-VLLM_MODULE = "vllm.entrypoints.launchers.api_server.entry"  # `vllm serve` needs a package of the name vllm
+VLLM_FILES = Path(vllm_versions.__file__).parent  # what vLLM's interpreter runs of ours
+VLLM_PARALLEL = {"-tp", "-pp", "-dp", "--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size"}
+VLLM_MEMORY = "--gpu-memory-utilization"
+TRAINER_MEMORY = 3 << 30  # bytes of a shared GPU that vLLM leaves free: CUDA contexts, what the trainer allocates
 VLLM_LENGTH, GENERATOR_LENGTH = "--max-model-len", "--max-batch-tokens"
 DEFAULT_GENERATOR_LENGTH = 65_536
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -62,12 +70,16 @@ def build_server_command(
     limit: SequenceLimit,
     model_limit: int | None,
     adapter_rank: int = 0,
+    sync: SyncMethod = "disk",
+    memory_fraction: float | None = None,
+    record_routing: bool = False,
 ) -> ServerCommand:
     """Returns the command of a server. `device` is the trainer's.
 
     Without `weights` the server starts empty and gets them later. `limit` is of prompt and completion
     together; vLLM takes no more than `model_limit` unless the config sets a context length. `adapter_rank` is the rank
-    of the adapters that it is to load; 0 if none.
+    of the adapters that it is to load; 0 if none. `memory_fraction` of a GPU is for vLLM that sleeps while the trainer
+    trains. With `record_routing`, vLLM returns the experts of each token.
     """
     dtype_name = str(dtype).removeprefix("torch.")
     setup_requests: tuple[tuple[str, Any], ...] = ()
@@ -83,6 +95,8 @@ def build_server_command(
         longer = chosen and model_limit is not None and tokens > model_limit
         max_length = tokens if longer or (model_limit is not None and tokens < model_limit) else None
         command = _vllm_command(rollout, model, dtype_name, max_length, adapter_rank)
+        command += _weight_arguments(rollout, sync, memory_fraction)
+        command += ["--enable-return-routed-experts"] if record_routing else []
         if not weights:
             command += ["--load-format", "dummy"]
             setup_requests = (LOAD_REAL_WEIGHTS,)
@@ -106,13 +120,32 @@ def _vllm_command(
     """Returns vLLM's command line. `max_length` None is the model's own limit."""
     repo = hub_repo(model, "model")
     model_arguments = ["--model", model] if repo is None else ["--model", repo.id, "--revision", repo.revision]
-    command = [vllm_python(rollout), "-m", VLLM_MODULE, *model_arguments, "--host", "{host}", "--port", "{port}"]
-    command += ["--dtype", dtype, "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+    launch = str(VLLM_FILES / "launch_vllm.py")
+    command = [vllm_python(rollout), launch, *model_arguments, "--host", "{host}", "--port", "{port}"]
+    command += ["--dtype", dtype, "--logprobs-mode", "processed_logprobs"]
+    command += ["--max-logprobs", str(MAX_SAMPLING_MASK)]  # for sampling masks
     command += ["--generation-config", "vllm"]  # read the model's eos tokens, but not its sampling values
     command += [] if max_length is None else [VLLM_LENGTH, str(max_length)]
-    command += ["--weight-transfer-config", '{"backend": "nccl"}'] if rollout.sync == "network" else []
     command += ["--enable-lora", "--max-lora-rank", str(vllm_lora_rank(adapter_rank))] if adapter_rank else []
+    if rollout.gpus > 1 and not VLLM_PARALLEL & {word.partition("=")[0] for word in rollout.arguments}:
+        command += ["--tensor-parallel-size", str(int(rollout.gpus))]
     return command
+
+
+def _weight_arguments(rollout: LaunchedVLLM, sync: SyncMethod, memory_fraction: float | None) -> list[str]:
+    backend = {"network": "nccl", "ipc": "postlude"}.get(sync)
+    words = [] if backend is None else ["--weight-transfer-config", json.dumps({"backend": backend})]
+    words += ["--worker-extension-cls", "postlude_worker.Extension"] if sync == "ipc" else []
+    if memory_fraction is not None:
+        given = any(word.partition("=")[0] == VLLM_MEMORY for word in rollout.arguments)
+        words += ["--enable-sleep-mode", *([] if given else [VLLM_MEMORY, f"{memory_fraction:.2f}"])]
+    return words
+
+
+def free_memory_fraction(device: torch.device) -> float:
+    """Returns the share of a GPU's memory that vLLM may take while the trainer is offloaded, rounded down."""
+    free, total = torch.cuda.mem_get_info(device)
+    return math.floor(100 * (free - TRAINER_MEMORY) / total) / 100
 
 
 def _vllm_environment(rollout: LaunchedVLLM, adapter_rank: int) -> dict[str, str]:
@@ -167,9 +200,11 @@ def write_model_files(engine: Engine, tokenizer: Any, directory: Path, *, untied
     return str(directory.absolute())
 
 
-def local_launcher(logs: Path, *, training_on: str) -> LocalLauncher:
-    """Returns a launcher for this machine, with the GPUs that the trainer's ranks do not use."""
+def local_launcher(logs: Path, *, training_on: str, shares_gpus: bool = False) -> LocalLauncher:
+    """Returns a launcher for this machine, with the GPUs that the trainer's ranks do not use, or only those."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if shares_gpus:
+        return LocalLauncher(logs, unused_gpus(0)[:ranks])
     return LocalLauncher(logs, unused_gpus(ranks if training_on == "cuda" else 0))
 
 
@@ -181,5 +216,4 @@ def unused_gpus(used: int) -> list[str]:
 
 
 def vllm_python(rollout: LaunchedVLLM) -> str:
-    """Returns the interpreter that runs vLLM."""
     return str(Path(rollout.python).expanduser()) if rollout.python else sys.executable

@@ -15,6 +15,19 @@ from postlude.recipes.run.start_mode import STEP
 
 
 @dataclass(frozen=True)
+class LoggedTurn:
+    """What a model read since its last turn, and how many tokens it then wrote."""
+
+    sequence: int
+    """Number of the sequence in its trajectory. An agent that rewrites its history, or has several chats, has several:
+    what a later one shares with an earlier one is read there."""
+    read: str
+    """The prompt, or an observation, as the chat template writes it."""
+    tokens: int
+    """The number of tokens of the turn."""
+
+
+@dataclass(frozen=True)
 class CompletionRow:
     """A row of the table."""
 
@@ -33,6 +46,9 @@ class CompletionRow:
     truncated: bool
     tokens: Sequence[int]
     logprobs: Sequence[float]
+    error: str | None = None
+    """Why the reward call, or the episode, failed."""
+    turns: Sequence[LoggedTurn] = ()
 
 
 class CompletionTables:
@@ -42,9 +58,9 @@ class CompletionTables:
         self.path = path
 
     def write(self, step: int, rows: Sequence[CompletionRow]) -> None:
-        """Writes the file of a step, or replaces it."""
         pyarrow: Any = importlib.import_module("pyarrow")  # large, and only this file needs it
         parquet: Any = importlib.import_module("pyarrow.parquet")
+        turn = {"sequence": pyarrow.int32(), "read": pyarrow.string(), "tokens": pyarrow.int32()}
         types = {
             "step": pyarrow.int64(),
             "group": pyarrow.int64(),
@@ -54,6 +70,8 @@ class CompletionTables:
             "truncated": pyarrow.bool_(),
             "tokens": pyarrow.list_(pyarrow.int32()),
             "logprobs": pyarrow.list_(pyarrow.float32()),
+            "error": pyarrow.string(),
+            "turns": pyarrow.list_(pyarrow.struct(turn)),
         }
         table = pyarrow.Table.from_pylist([_row(row) for row in rows], schema=pyarrow.schema(types.items()))
         content = io.BytesIO()
@@ -62,7 +80,6 @@ class CompletionTables:
         write_atomic(self.path / f"step-{step:06d}.parquet", content.getvalue())
 
     def drop_after(self, step: int) -> None:
-        """Deletes the files of later steps."""
         for path in self.path.glob("step-*.parquet"):
             if (match := STEP.fullmatch(path.stem)) and int(match[1]) > step:
                 path.unlink()
@@ -70,10 +87,13 @@ class CompletionTables:
 
 def _row(row: CompletionRow) -> dict[str, Any]:
     values = asdict(row) | {"components": list(row.components.items())}
-    return {  # half a surrogate pair, which is not UTF-8, must not end the run
-        name: value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
-        for name, value in values.items()
-    }
+    values["turns"] = [{name: _utf8(value) for name, value in turn.items()} for turn in values["turns"]]
+    return {name: _utf8(value) for name, value in values.items()}
+
+
+def _utf8(value: Any) -> Any:
+    """Returns a value whose text is UTF-8: half a surrogate pair must not end the run."""
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
 def check_completion_tables() -> str:

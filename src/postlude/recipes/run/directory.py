@@ -1,6 +1,7 @@
 """RunDirectory: config, metrics, samples and checkpoints of a run on disk. A killed run resumes as if it had not been.
 
     config.yaml                 the config, secrets masked; configs/ has earlier ones that were changed
+    status/                     where each rank is, while the run goes on
     run.json                    every start: time, host, versions, step; the best step, and the exported one
     split.npz                   the tasks that are held out, and all of the data
     metrics.jsonl               one JSON object per step
@@ -20,48 +21,59 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 import yaml
 
 from postlude.durable_files import sync, write_atomic
+from postlude.recipes.config.keys import is_covered, written_key
 from postlude.recipes.config.secrets import mask, with_masks_of
-from postlude.recipes.run.completion_tables import CompletionRow, CompletionTables
+from postlude.recipes.run.completion_tables import CompletionRow, CompletionTables, LoggedTurn
 from postlude.recipes.run.config_changes import (
     MISSING,
+    NO_CHANGES,
+    AllowedChanges,
+    InputFiles,
     describe_differences,
     differences,
-    is_covered,
     refused_files,
-    written_key,
 )
-from postlude.recipes.run.json_lines import JSONLinesFile
+from postlude.recipes.run.files import (
+    CONFIG,
+    LAYERS,
+    LOADER,
+    METRICS,
+    RECORD,
+    SAMPLES,
+    JSONLinesFile,
+    flatten,
+    is_private,
+    plain_value,
+    read_config,
+    read_metrics,
+    read_record,
+)
 from postlude.recipes.run.lock import RunLock
-from postlude.recipes.run.loggers import TENSORBOARD, MetricLoggers, RunInfo, check_loggers
+from postlude.recipes.run.loggers import TENSORBOARD, MetricLoggers, RunInfo, check_loggers, sample_rows
 from postlude.recipes.run.start_mode import CHECKPOINTS, STEP
+from postlude.recipes.run.status import clear_status
 from postlude.world.agreement import on_rank0
 
-CONFIG, EARLIER, RECORD = "config.yaml", "configs", "run.json"
-METRICS, LAYERS, SAMPLES = "metrics.jsonl", "layers.jsonl", "samples.jsonl"
+EARLIER = "configs"
 COMPLETIONS = "completions"
 COMPLETE = "state.json"  # a checkpoint has it once it is complete
 DELETING = ".deleting"
-NO_DEFAULTS: Mapping[str, Sequence[Any]] = MappingProxyType({})
-LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast, where PyYAML has it
 DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 Value = TypeVar("Value")
-InputFiles: TypeAlias = Mapping[str, Sequence[str]]
-"""The files that a config names, as `input_files` returns them."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A completion for samples.jsonl. The last three lists have one entry for each of its tokens."""
+    """A completion for samples.jsonl. `tokens`, `token_strings` and `logprobs` have an entry for each of its tokens."""
 
     prompt: str
     completion: str
@@ -71,6 +83,12 @@ class Sample:
     tokens: Sequence[int] = ()
     token_strings: Sequence[str] = ()
     logprobs: Sequence[float] = ()
+    error: str | None = None
+    """Why the reward call, or the episode, failed."""
+    turns: Sequence[LoggedTurn] = ()
+    """What the model read before each part of the tokens."""
+    finish_reason: str | None = None
+    """Why the last completion ended, such as "stop" or "length"."""
 
 
 class OtherRun(ValueError):
@@ -100,6 +118,8 @@ class RunDirectory:
         self._samples = JSONLinesFile(self.path / SAMPLES)
         self._completions = CompletionTables(self.path / COMPLETIONS)
         self._loggers = MetricLoggers(loggers, self._run_info)
+        self.listeners: list[Callable[[int, Mapping[str, Any]], None]] = []
+        """Called with the number and the metrics of each step that is logged."""
         self._step: int | None = None
         self._resumed_at: int | None = None
 
@@ -123,6 +143,8 @@ class RunDirectory:
         self._step = step
         self._metrics.append([{"step": step, "phase": phase} | values])
         self._loggers.log(step, values)
+        for listener in self.listeners:
+            listener(step, values)
 
     def log_layers(self, step: int, vectors: Mapping[str, Sequence[float]]) -> None:
         """Writes lists of a step that belong to one layer each, such as the load of its experts, for the report."""
@@ -130,11 +152,12 @@ class RunDirectory:
             self._layers.append([{"step": step} | {name: list(map(_shortest, row)) for name, row in vectors.items()}])
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Writes samples of a step, for the report."""
-        self._samples.append([{"step": step} | _plain(asdict(sample)) for sample in samples])
+        """Writes samples of a step, for the report, and logs a table of them."""
+        lines = [plain_value(asdict(sample)) for sample in samples]
+        self._samples.append([{"step": step} | line for line in lines])
+        self._loggers.log_samples(step, sample_rows(step, lines))
 
     def log_completions(self, step: int, rows: Sequence[CompletionRow]) -> None:
-        """Writes all completions of a step."""
         self._completions.write(step, rows)
 
     def sync(self) -> None:
@@ -143,7 +166,6 @@ class RunDirectory:
             lines.sync()
 
     def checkpoint(self, step: int) -> Path:
-        """Returns the path of the checkpoint after `step`."""
         return self.path / CHECKPOINTS / f"step-{step:06d}"
 
     def checkpoints(self, *, incomplete: bool = False) -> list[Path]:
@@ -185,11 +207,11 @@ class RunDirectory:
         """Adds a start to `run.json`: `entries`, and the settings that changed."""
         starts = read_record(self.path).get("starts", [])
         changed = {"changed": self.changed} if self.changed else {}
-        self._write_record({"starts": [*starts, _plain(entries) | changed]})
+        self._write_record({"starts": [*starts, plain_value(entries) | changed]})
 
     def record(self, **entries: Any) -> None:
         """Sets entries of `run.json`, which the next start removes."""
-        self._write_record(read_record(self.path) | _plain(entries))
+        self._write_record(read_record(self.path) | plain_value(entries))
 
     def _write_record(self, record: Mapping[str, Any]) -> None:
         text = json.dumps(mask(record), indent=2, ensure_ascii=False)
@@ -252,7 +274,6 @@ class ReadOnlyRun(RunDirectory):
     )
 
     def prune(self, keep: int, best: int | None = None) -> list[Path]:
-        """Does nothing."""
         return []
 
 
@@ -260,29 +281,26 @@ def open_run(
     path: str | os.PathLike[str],
     config: Mapping[str, Any],
     *,
-    may_change: Collection[str] = (),
-    defaults: Mapping[str, Sequence[Any]] = NO_DEFAULTS,
-    files: Callable[[], InputFiles] = dict,
+    changes: AllowedChanges = NO_CHANGES,
     loggers: Sequence[str] = (TENSORBOARD,),
 ) -> RunDirectory:
     """Creates a run directory, or opens it again if `config` allows. Every rank calls it.
 
-    Refuses a directory that another process holds, or that has steps of another config. Keys in `may_change` (dotted,
-    with everything below) may differ, and take their new value. So may a key that an earlier version did not have, if
-    it is at one of its `defaults`. `files` returns the files that the config names, which may not have changed, unless
-    it allows that. A refusal changes nothing.
+    Refuses a directory that another process holds, or that has steps of another config, unless it differs by `changes`
+    only. A refusal changes nothing.
     """
     directory = Path(path).expanduser().absolute()
 
     def prepare() -> tuple[RunLock, dict[str, Any]]:
         check_loggers(loggers)
-        _changes(directory, config, may_change, defaults, files)
+        _changes(directory, config, changes)
         directory.mkdir(parents=True, exist_ok=True)
         sync(directory.parent)
         lock = RunLock(directory)
         try:
-            changed = _changes(directory, config, may_change, defaults, files)  # again: now no other can write
+            changed = _changes(directory, config, changes)  # again: now no other can write
             _write_config(directory, config, bool(changed))
+            clear_status(directory)
         except BaseException:
             lock.release()
             raise
@@ -297,91 +315,24 @@ def open_run(
     return RunDirectory(directory, loggers=loggers, lock=lock, changed=changed)
 
 
-def check_run(
-    path: str | os.PathLike[str],
-    config: Mapping[str, Any],
-    *,
-    may_change: Collection[str] = (),
-    defaults: Mapping[str, Sequence[Any]] = NO_DEFAULTS,
-    files: Callable[[], InputFiles] = dict,
-) -> None:
+def check_run(path: str | os.PathLike[str], config: Mapping[str, Any], *, changes: AllowedChanges = NO_CHANGES) -> None:
     """Raises what `open_run` would raise for this config, and writes nothing. Every rank calls it."""
     directory = Path(path).expanduser().absolute()
-    on_rank0(lambda: _changes(directory, config, may_change, defaults, files))
+    on_rank0(lambda: _changes(directory, config, changes))
 
 
 def is_rank0() -> bool:
-    """Returns whether this is rank 0, which writes and prints."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def checkpoint_step(checkpoint: Path) -> int:
-    """Returns the step of a checkpoint, from its name."""
     match = STEP.fullmatch(checkpoint.name)
     if match is None:
         raise ValueError(f"{checkpoint} is not named as a checkpoint; it should end in step-000100, or another number.")
     return int(match[1])
 
 
-def flatten(metrics: Mapping[str, Any], outer: str = "") -> dict[str, Any]:
-    """Returns metrics as they are written: `outer/inner` for nested mappings, numbers for tensors, without None."""
-    flat: dict[str, Any] = {}
-    for name, value in metrics.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{outer}{name}/")
-        elif value is not None:
-            flat[f"{outer}{name}"] = _plain(value)
-    return flat
-
-
-def read_config(run: Path) -> dict[str, Any]:
-    """Returns the config of a run without its secrets, or {}."""
-    path = run / CONFIG
-    config = yaml.load(path.read_text(), LOADER) if path.is_file() else None
-    return mask(config) if isinstance(config, dict) else config or {}
-
-
-def is_private(run: Path) -> bool:
-    """Returns whether what holds the config of a run is for its owner alone, because the config had secrets."""
-    path = run / CONFIG
-    return path.is_file() and not path.stat().st_mode & 0o077
-
-
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Returns the lines of metrics.jsonl, also while the run writes it."""
-    return JSONLinesFile(run / METRICS).read()
-
-
-def read_layers(run: Path) -> list[dict[str, Any]]:
-    """Returns the lines of layers.jsonl; [] for a run without it."""
-    return JSONLinesFile(run / LAYERS).read()
-
-
-def read_samples(run: Path) -> list[dict[str, Any]]:
-    """Returns the samples of a run: the fields of `Sample`, and `step`."""
-    return JSONLinesFile(run / SAMPLES).read()
-
-
-def read_record(run: Path) -> dict[str, Any]:
-    """Returns run.json, or {}."""
-    path = run / RECORD
-    try:
-        record = json.loads(path.read_text()) if path.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read ({error}); fix it, or delete it.") from error
-    starts = record.get("starts", []) if isinstance(record, dict) else None
-    if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
-        raise ValueError(f"{path} does not hold the starts of a run; delete it.")
-    return record
-
-
-def _changes(
-    path: Path,
-    config: Mapping[str, Any],
-    may_change: Collection[str],
-    defaults: Mapping[str, Sequence[Any]],
-    files: Callable[[], InputFiles],
-) -> dict[str, Any]:
+def _changes(path: Path, config: Mapping[str, Any], allowed: AllowedChanges) -> dict[str, Any]:
     """Returns the settings that differ from those of the run in a directory, each as [old, new], or raises.
 
     A directory without steps is not a run yet: its config may be replaced.
@@ -398,15 +349,15 @@ def _changes(
         return {}
     if not steps:
         return {}
-    if (changed := changed_files(path, files)) and config.get("file_changes") != "allow":
+    if (changed := changed_files(path, allowed.files)) and config.get("file_changes") != "allow":
         raise ValueError(refused_files(path, changed))
     written = _config_of(path)
     changed_keys = [
         (key, old, new)
         for key, old, new in differences(with_masks_of(written, masked), written)
-        if not (old is MISSING and new in defaults.get(re.sub(r"\.\d+\.", ".*.", key), ()))
+        if not (old is MISSING and new in allowed.defaults.get(re.sub(r"\.\d+\.", ".*.", key), ()))
     ]
-    refused = [change for change in changed_keys if not is_covered(change[0], may_change)]
+    refused = [change for change in changed_keys if not is_covered(change[0], allowed.keys)]
     if refused:
         saved = RunDirectory(path).checkpoints()
         other = f", or begin a new run with its weights: --run OTHER --from {path}/{saved[-1].name}" if saved else ""
@@ -450,7 +401,7 @@ def _write_config(path: Path, config: Mapping[str, Any], changed: bool) -> None:
     """Writes the config. An earlier one that has steps is kept in configs/."""
     (path / CHECKPOINTS).mkdir(exist_ok=True)
     masked, written = _masked(config), _config_of(path) if _has_steps(path) else {}
-    private = mask(_plain(config)) != _plain(config) or is_private(path)
+    private = mask(plain_value(config)) != plain_value(config) or is_private(path)
     if changed:
         (path / EARLIER).mkdir(exist_ok=True)
         number = 1 + len(list((path / EARLIER).iterdir()))
@@ -460,7 +411,7 @@ def _write_config(path: Path, config: Mapping[str, Any], changed: bool) -> None:
 
 def _masked(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config as it is read from its file: masked, in the types of YAML."""
-    masked: dict[str, Any] = yaml.load(_as_yaml(mask(_plain(config))), LOADER)
+    masked: dict[str, Any] = yaml.load(_as_yaml(mask(plain_value(config))), LOADER)
     return masked
 
 
@@ -476,18 +427,3 @@ def _as_yaml(config: Mapping[str, Any]) -> str:
 def _shortest(number: float) -> float:
     """Returns a whole number as an int, which JSON writes without ".0"."""
     return int(number) if float(number).is_integer() else number
-
-
-def _plain(value: Any) -> Any:
-    """Returns the value in the types of JSON and YAML."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, str):
-        return str(value)  # of a subclass too
-    if hasattr(value, "tolist"):  # a tensor or an array
-        return value.tolist()
-    return value

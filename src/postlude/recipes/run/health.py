@@ -31,11 +31,9 @@ class Health:
         self._warned_of_truncation = False
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds of it."""
         return {"initial_weight_norm": self.initial_weight_norm, "skipped": dict(self.skipped)}
 
     def restore(self, extra: Mapping[str, Any]) -> None:
-        """Takes over what `state` returned."""
         self.initial_weight_norm, self.skipped = extra["initial_weight_norm"], dict(extra["skipped"])
 
     def check_rewards(self, trajectories: Sequence[Trajectory], step: int) -> None:
@@ -68,7 +66,6 @@ class Health:
         )
 
     def check_update(self, loss: float, skipped: bool, step: int, model: str = MODEL) -> None:
-        """Checks an optimizer step of a model."""
         count = self.skipped.get(model, 0) + 1 if skipped or not math.isfinite(loss) else 0
         self.skipped[model] = count
         if count > self.max_skipped_steps:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json
 import logging
 import math
 import os
@@ -18,14 +19,20 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from postlude.durable_files import write_atomic
 
 LOG = logging.getLogger("postlude")
 TENSORBOARD = "tensorboard"
 DEFAULT_PROJECT = "postlude"
+SAMPLES = "samples"
+COLUMNS = ("step", "prompt", "completion", "reward", "components", "turns", "finish_reason", "error")
+TABLE_ROWS, TABLE_TEXT = 16, 8_000  # of a step, and characters of a text
 PATIENCE = 3  # failed steps in a row before a logger is dropped: each may have waited for the network
+
+
+SampleRow: TypeAlias = list[str | int | float | None]
 
 
 class MetricLogger(Protocol):
@@ -33,6 +40,10 @@ class MetricLogger(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Logs the metrics of a step: numbers and lists of numbers."""
+        ...
+
+    def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Logs a table of samples of a step, whose columns are `COLUMNS`."""
         ...
 
     def close(self) -> None:
@@ -58,7 +69,6 @@ class RunInfo:
         return name.read_text()
 
     def random_name(self) -> str:
-        """Returns the directory's name with a random suffix."""
         return f"{self.directory.name}-{os.urandom(4).hex()}"
 
 
@@ -73,7 +83,6 @@ class TensorBoard:
         self._numbers = lambda values: tensor(values, dtype=float64)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Logs numbers as scalars and lists as histograms."""
         for key, value in metrics.items():
             if isinstance(value, list):
                 finite = [entry for entry in value if isinstance(entry, int | float) and math.isfinite(entry)]
@@ -81,6 +90,17 @@ class TensorBoard:
                     self._writer.add_histogram(key, self._numbers(finite), step)
             elif isinstance(value, int | float):
                 self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Logs a text, in which each value is a block of code: it is not read as Markdown."""
+        values = (
+            f"**{name}**\n\n" + "\n".join(f"    {line}" for line in str(value).splitlines() or [""])
+            for row in rows
+            for name, value in zip(COLUMNS[1:], row[1:], strict=True)
+            if value is not None
+        )
+        self._writer.add_text(SAMPLES, "\n\n".join(values), step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -91,7 +111,9 @@ class WeightsAndBiases:
     """A W&B run. WANDB_MODE=offline keeps it in the run directory, for `wandb sync`."""
 
     def __init__(self, run_info: RunInfo) -> None:
-        self._run = import_module("wandb").init(
+        wandb: Any = import_module("wandb")
+        self._table = wandb.Table
+        self._run = wandb.init(
             project=run_info.project,
             name=run_info.directory.name,
             id=run_info.identity("wandb", run_info.random_name),
@@ -102,11 +124,12 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")  # W&B's own step cannot go back, as a resumed run does
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Logs the numbers of a step, not the lists."""
         self._run.log({"step": step} | _numbers(metrics))
 
+    def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        self._run.log({"step": step, SAMPLES: self._table(columns=list(COLUMNS), data=list(rows))})
+
     def close(self) -> None:
-        """Finishes the upload."""
         self._run.finish()
 
 
@@ -115,7 +138,9 @@ class MLflow:
 
     def __init__(self, run_info: RunInfo) -> None:
         mlflow: Any = import_module("mlflow")
-        home = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run_info.directory / 'mlflow.db'}"
+        remote = os.environ.get("MLFLOW_TRACKING_URI")
+        home = remote or f"sqlite:///{run_info.directory / 'mlflow.db'}"
+        self._artifacts = None if remote else (run_info.directory / "mlflow-artifacts").as_uri()  # else where it runs
         self._client = mlflow.MlflowClient(tracking_uri=home)
         self._metric = mlflow.entities.Metric
         self._run = run_info.identity("mlflow", lambda: self._create(run_info))
@@ -123,21 +148,26 @@ class MLflow:
 
     def _create(self, run_info: RunInfo) -> str:
         known = self._client.get_experiment_by_name(run_info.project)
-        experiment = self._client.create_experiment(run_info.project) if known is None else known.experiment_id
+        experiment = known.experiment_id if known else self._client.create_experiment(run_info.project, self._artifacts)
         run: str = self._client.create_run(experiment, run_name=run_info.directory.name).info.run_id
         for key, value in dotted(run_info.config).items():
             self._client.log_param(run, _mlflow_key(key), str(value)[:6000])  # MLflow's limit
         return run
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Logs the numbers of a step in one call."""
         now = int(time.time() * 1000)
-        values = [self._metric(_mlflow_key(key), value, now, step) for key, value in _numbers(metrics).items()]
+        by_name: dict[str, float] = {}
+        for key, value in _numbers(metrics).items():
+            by_name.setdefault(_mlflow_key(key), value)
+        values = [self._metric(name, value, now, step) for name, value in by_name.items()]
         for first in range(0, len(values), 1000):  # MLflow's limit
             self._client.log_batch(self._run, metrics=values[first : first + 1000])
 
+    def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        table = {"columns": COLUMNS, "data": rows}
+        self._client.log_text(self._run, json.dumps(table, ensure_ascii=False), f"{SAMPLES}/step-{step:06d}.json")
+
     def close(self) -> None:
-        """Ends the MLflow run."""
         self._client.set_terminated(self._run)
 
 
@@ -146,7 +176,9 @@ class Trackio:
 
     def __init__(self, run_info: RunInfo) -> None:
         with contextlib.redirect_stdout(sys.stderr):  # trackio prints to stdout, where our results go
-            self._run = import_module("trackio").init(
+            trackio: Any = import_module("trackio")
+            self._table = trackio.Table
+            self._run = trackio.init(
                 run_info.project,
                 name=run_info.identity("trackio", run_info.random_name),
                 resume="allow",
@@ -155,11 +187,12 @@ class Trackio:
             )
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Logs the numbers of a step, not the lists."""
         self._run.log(_numbers(metrics), step=step)
 
+    def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        self._run.log({SAMPLES: self._table(columns=list(COLUMNS), data=list(rows))}, step=step)
+
     def close(self) -> None:
-        """Waits until everything is written."""
         with contextlib.redirect_stdout(sys.stderr):
             self._run.finish()
 
@@ -218,6 +251,7 @@ class MetricLoggers:
         self._open: dict[str, MetricLogger] = {}
         self._failed: dict[str, int] = {}  # steps in a row
         self._reported: set[str] = set()
+        self._without_samples: set[str] = set()
         self._opened = False
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -234,6 +268,25 @@ class MetricLoggers:
                 if self._failed[name] == PATIENCE:
                     LOG.warning("%s has failed in %d steps in a row and is dropped.", LOGGERS[name].title, PATIENCE)
                     del self._open[name]
+
+    def log_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Logs samples of a step with every logger. One that fails gets no more of them, but still the metrics."""
+        if not self._opened:
+            self._open_all()
+        for name, logger in self._open.items():
+            if rows and name not in self._without_samples:
+                try:
+                    logger.log_samples(step, rows)
+                except Exception as error:  # whatever a package raises must not end the run
+                    self._without_samples.add(name)
+                    LOG.warning(
+                        "%s failed to log the samples of step %d: %s: %s. It gets no more of them; samples.jsonl has "
+                        "everything.",
+                        LOGGERS[name].title,
+                        step,
+                        type(error).__name__,
+                        error,
+                    )
 
     def close(self) -> None:
         """Closes all loggers. They open again with the next metrics."""
@@ -267,6 +320,32 @@ def _no_tensorboard() -> str:
     return "no TensorBoard files, because its package is missing (pip install tensorboard)"
 
 
+def sample_rows(step: int, samples: Sequence[Mapping[str, Any]]) -> list[SampleRow]:
+    """Returns rows of `COLUMNS` for lines of samples.jsonl: at most `TABLE_ROWS`, long texts without their middle."""
+    return [
+        [
+            step,
+            _shortened(sample["prompt"]),
+            _shortened(sample["completion"]),
+            _finite(sample["reward"]),
+            json.dumps({name: _finite(value) for name, value in sample["components"].items()}, ensure_ascii=False),
+            len(sample["turns"]),
+            sample["finish_reason"],
+            None if sample["error"] is None else _shortened(sample["error"]),
+        ]
+        for sample in samples[:TABLE_ROWS]
+    ]
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _shortened(text: str) -> str:
+    text = text.encode(errors="backslashreplace").decode()  # half a surrogate pair is no UTF-8
+    return text if len(text) <= TABLE_TEXT else f"{text[: TABLE_TEXT // 2]} … {text[-TABLE_TEXT // 2 :]}"
+
+
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {key: value for key, value in metrics.items() if isinstance(value, int | float)}
 
@@ -281,5 +360,5 @@ def dotted(config: Mapping[str, Any], outer: str = "") -> dict[str, Any]:
 
 
 def _mlflow_key(key: str) -> str:
-    """Returns a name that MLflow allows, without "@": pass@4 becomes pass_4."""
+    """Returns a name with "_" for each character that MLflow forbids, such as "@": pass@4 becomes pass_4."""
     return re.sub(r"[^\w\-. :/]", "_", key)

@@ -21,7 +21,6 @@ PACKAGES = ("triton", "transformers", "safetensors")
 
 
 def machine_info(device: torch.device) -> dict[str, Any]:
-    """Returns the facts about this process."""
     on_gpu = device.type == "cuda"
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -34,13 +34,11 @@ class RunOutcome:
 
 
 def write_outcome(run: Path, outcome: RunOutcome) -> None:
-    """Writes how a run ended."""
     values = mask({key: getattr(outcome, field) for key, field in KEYS.items()})
     write_atomic(run / OUTCOME_FILE, json.dumps(values, ensure_ascii=False).encode(errors="backslashreplace"))
 
 
 def read_outcome(run: Path) -> RunOutcome | None:
-    """Returns how a run ended, or None."""
     path = run / OUTCOME_FILE
     try:
         return RunOutcome(**{KEYS[key]: value for key, value in json.loads(path.read_text()).items()})
@@ -51,5 +49,4 @@ def read_outcome(run: Path) -> RunOutcome | None:
 
 
 def clear_outcome(run: Path) -> None:
-    """Deletes the outcome of a run that is resumed."""
     (run / OUTCOME_FILE).unlink(missing_ok=True)

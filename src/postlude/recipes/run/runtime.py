@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from postlude.pool.worker_pool import PoolFactory
-from postlude.recipes.report.live import LiveView, ViewFactory
+from postlude.recipes.report.live import ViewFactory, open_view
 from postlude.serving.launch.launcher import ServerLauncher
 
 
@@ -15,7 +15,7 @@ from postlude.serving.launch.launcher import ServerLauncher
 class Runtime:
     """The environment of a run, which does not change what it computes."""
 
-    view: ViewFactory = LiveView
+    view: ViewFactory = open_view
     """Shows the run's steps."""
     pool_factory: PoolFactory | None = None
     """Makes the pool of reward workers; None makes processes on rank 0's machine."""

@@ -8,6 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from postlude.recipes.report.metrics import TIME
+from postlude.recipes.run.progress import RunProgress
+from postlude.trace.recorder import NO_RECORDER, Recorder
+from postlude.trace.spans import Span
+
+OTHER = "other"  # the part of a step that is in no other part
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,6 @@ class StepSchedule:
         return own_step % self.evaluate_every == 0 or step == self.total
 
     def saves_after(self, step: int) -> bool:
-        """Whether a checkpoint is due after a step."""
         return step == self.total or bool(self.save_every and step % self.save_every == 0)
 
     @property
@@ -46,22 +50,33 @@ class StepSchedule:
 class StepTimer:
     """Counts the seconds of the parts of a step. A part inside another one counts to the outer one only."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: RunProgress | None = None, recorder: Recorder = NO_RECORDER) -> None:
+        self.progress, self.recorder = progress or RunProgress(), recorder
         self.seconds: dict[str, float] = {}
         self._running = False
 
     @contextmanager
+    def step(self) -> Iterator[None]:
+        """Counts the time of the body that is in none of its parts as the part `OTHER`."""
+        started, before = time.perf_counter(), sum(self.seconds.values())
+        yield
+        parts = sum(self.seconds.values()) - before
+        self.seconds[OTHER] = max(0.0, time.perf_counter() - started - parts)
+
+    @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
-        """Counts the time of the body."""
         if self._running:
             yield
             return
         started, self._running = time.perf_counter(), True
+        self.progress.enter(part)
         try:
             yield
         finally:
-            self._running = False
-        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - started
+            self._running, ended = False, time.perf_counter()
+            self.progress.leave()
+            self.recorder.add(Span(0, "part", part, started, ended))
+        self.seconds[part] = self.seconds.get(part, 0.0) + ended - started
 
     def take(self) -> dict[str, float]:
         """Returns the seconds so far as metrics, and starts again from zero."""

@@ -14,6 +14,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from postlude.json_log import is_json, json_line
 from postlude.world.signals import ending_signals
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -32,8 +33,9 @@ def announce_stop(number: int, show_notice: Callable[[str], bool] = lambda notic
     """Says that a signal ends the run: in the live panel if `show_notice` returns true, else on standard error."""
     message = f"{signal.Signals(number).name}: the run ends after this step; another ends it at once."
     if not show_notice(message):
+        text = f"{json_line('warning', message)}\n" if is_json() else f"\n{message}\n"
         with suppress(OSError):  # the terminal may be closed
-            os.write(2, f"\n{message}\n".encode())  # the signal may interrupt a print
+            os.write(2, text.encode())  # the signal may interrupt a print
 
 
 class StopSignals:
@@ -62,7 +64,6 @@ class StopSignals:
         self._handlers = {}
 
     def check(self) -> None:
-        """Raises `StopRequested` if a signal was received."""
         if self.received:
             raise StopRequested(self.received)
 

@@ -29,7 +29,7 @@ class Split:
     """Which tasks a run does not train on, and which it knows, by their identities."""
 
     held_out: frozenset[bytes] = frozenset()
-    """Those of its evaluation, also of evaluation sets."""
+    """The tasks of its evaluation, also of evaluation sets."""
     tasks: frozenset[bytes] = frozenset()
     """All tasks of its data; empty where they are generated, or read as a stream."""
     source: str = ""
@@ -38,7 +38,6 @@ class Split:
 
     @classmethod
     def of_tasks(cls, tasks: Tasks, held_out: Iterable[bytes], split_by: SplitBy = "prompt") -> Split:
-        """Returns the split of the tasks of an environment."""
         if source := getattr(tasks, "source", ""):  # each may take long to generate
             return cls(frozenset(held_out), source=source, split_by=split_by)
         identities = frozenset(task_identity(tasks[index], split_by) for index in range(len(tasks)))
@@ -46,7 +45,6 @@ class Split:
 
     @classmethod
     def read(cls, run: Path) -> Split | None:
-        """Returns the split of a run; None for a directory without one."""
         if not (run / FILE).is_file():
             return None
         try:
@@ -57,7 +55,6 @@ class Split:
             raise ValueError(f"{run / FILE} cannot be read ({error}), so the run's held-out tasks are lost.") from error
 
     def write(self, run: Path) -> None:
-        """Stores it in the directory of a run."""
         held_out, tasks = (
             np.frombuffer(b"".join(sorted(identities)), np.uint8).reshape(-1, IDENTITY_BYTES)
             for identities in (self.held_out, self.tasks)
