@@ -1,7 +1,9 @@
 """Gloo ranks that are kept between tests: started on first use, and shared by tests with the same number of ranks."""
 
+import asyncio
 import datetime
 import gc
+import inspect
 import multiprocessing
 import os
 import signal
@@ -22,13 +24,16 @@ from hypothesis import HealthCheck, settings
 
 from tests.process_groups import CALL_GROUPS
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # it costs each process that a test starts a second
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the Hugging Face Hub; tests/hub_server.py stands in for it
 torch.backends.mkldnn.enabled = False  # see ops/linear.py: the models of tests are small
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a job that a script starts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # processes that tests start inherit it
 
-settings.register_profile("unhurried", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "unhurried", deadline=None, max_examples=50, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("unhurried")  # a busy machine is slow, and nothing else is wrong with it
 
 PATIENCE = 300  # seconds; a rank that waits longer is stuck, however busy the machine is
@@ -72,6 +77,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(pyfuncitem.obj(**arguments))
+    return True
 
 
 class Ranks:

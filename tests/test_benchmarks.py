@@ -203,6 +203,82 @@ def test_the_cost_of_layer_metrics_is_measured(load: Any) -> None:
     assert benchmark.measure(benchmark.SMALL, "cpu", repeats=1).keys() == {"with_ms", "without_ms", "share"}
 
 
+def test_shapes_have_as_many_weights_as_transformers_models(load: Any) -> None:
+    """And what a step of very many rows reads of them is all but an embedding that is only looked up."""
+    workloads, decode_bytes = load("workloads"), load("decode_bytes")
+    for name, shape in workloads.SHAPES.items():
+        config = shape()
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        embedding = 0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
+        expected = 2 * (sum(parameter.numel() for parameter in model.parameters()) - embedding)
+        assert decode_bytes.DecodeBytes.of(config).weights(10**6) == expected, name
+
+
+def test_roofline_counts_every_key_once_and_the_newest_of_a_window(load: Any) -> None:
+    """Against a sum over steps, rows and blocks, with a prompt that a group shares."""
+    needed = load("decode_bytes").DecodeBytes(
+        dense_weights=0, expert_weights={}, token_bytes={None: 3, 4: 5}, state_bytes=7
+    )
+    prompt, group = 6, 2
+
+    def step(tokens: int) -> int:
+        window_starts = max(0, prompt + tokens - 4)
+        windowed = max(0, prompt - window_starts) + group * min(tokens, 4)
+        return 3 * (prompt + group * tokens) + 5 * windowed + 2 * 7 * group
+
+    assert needed.completion(torch.arange(1, 9), prompt, group).tolist() == [step(tokens) for tokens in range(1, 9)]
+
+
+FAKE_VLLM = """
+import json
+from types import SimpleNamespace as Namespace
+
+__version__ = "0.0"
+SamplingParams = Namespace
+
+
+class LLM:
+    def __init__(self, folder, **options):
+        print("a log line", options)
+        with open(folder + "/config.json") as config:
+            if json.load(config)["architectures"] != ["Qwen3ForCausalLM"]:
+                raise NotImplementedError("Errors name what is wrong")
+
+    def reset_prefix_cache(self):
+        pass
+
+    def generate(self, prompts, sampling, use_tqdm):
+        assert all(prompt["prompt_token_ids"] for prompt in prompts)
+        return [Namespace(outputs=[Namespace(token_ids=[0] * one.max_tokens)] * one.n) for one in sampling]
+"""
+
+
+def test_generate_compares_with_a_vllm_of_another_interpreter(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vLLM that cannot start, here because of the shape, becomes rows that say why; the native ones stay."""
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    words = ["--completions", "2", "--length", "2", "--prompt", "4", "--workloads", "even", "--repeat", "1"]
+    path = tmp_path / "found.json"
+    shapes = ["--shape", "smoke", "smoke-moe"]
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--vllm", str(python), *shapes, *words, "--json", str(path)])
+    load("generate").main()
+    found = json.loads(path.read_text())
+    assert found["versions"]["vllm"] == "0.0"
+    by_shape = {name: [case for case in found["cases"] if case["shape"] == name] for name in ("smoke", "smoke-moe")}
+    assert [(case["engine"], case["tokens"], len(case["seconds"])) for case in by_shape["smoke"]] == [
+        (engine, 4, 1) for engine in ("postlude", "vllm", "vllm, log-probs")
+    ]
+    assert all("times_vllm" in case for case in by_shape["smoke"])
+    failed = [case.get("failed", "") for case in by_shape["smoke-moe"]]
+    reason = "vLLM ended with status 1: NotImplementedError: Errors name what is wrong"
+    assert failed == ["", reason, reason]
+
+
 SMOKES = {
     "lora": ["--cases", "lora", "lora-recompute", "full", "peft-padded", "peft-sdpa", "peft-sdpa-checkpointing"],
     "train_step": ["--cases", "update", "sft", "logprobs", "padded", "trl", "trl-logprobs"],

@@ -191,7 +191,7 @@ def test_invalid_pattern_or_description_gives_clear_error(
         (["logprobs", "tiny-dense", "--text", "hi", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["logprobs", "tiny-dense", "--text", "hi", "--device", "warp"], "device 'warp' is unknown to torch"),
         (["convert", "tiny-dense"], "the following arguments are required: DST"),
-        (["waltz"], "'waltz' is not a command; there are info, convert, "),
+        (["juggle"], "'juggle' is not a command; there are info, convert, "),
         (["inf", "tiny-dense"], "'inf' is not a command; did you mean info? See `postlude --help`."),
         (["info", "tiny-dens"], "Did you mean tiny-dense?"),
         (["info", "models/Qwen3-8B"], "ORG/NAME on the Hugging Face Hub. The directory models does not exist."),

@@ -72,9 +72,17 @@ def signatures(call: ast.Call) -> list[inspect.Signature]:
 
 
 def signature(module: str, qualified: str) -> inspect.Signature | None:
-    """Returns the signature of a function, a class or a method without `self`; None for a property."""
+    """Returns the signature of a function, a class or a method without `self`.
+
+    Returns None for a property, and for a module that another program imports, such as vLLM in its workers.
+    """
     *owners, name = qualified.split(".")
-    holder = importlib.import_module(module)
+    try:
+        holder = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("postlude"):
+            raise
+        return None
     owner = getattr(holder, owners[0]) if owners else holder
     if not callable(value := getattr(owner, name)):
         return None

@@ -14,7 +14,13 @@ from postlude.ops.kernels import capabilities
 from postlude.ops.kernels.capabilities import GPUS, KERNELS
 
 FP8 = {"attend_pages_fp8", "block_fp8", "fp8_quantize"}
-HOPPER = {"attention", "linear_logprobs_fused", "gated_delta", "grouped_wgrad"}  # kernels measured there alone
+HOPPER = {
+    "attention",
+    "linear_logprobs_fused",
+    "gated_delta",
+    "grouped_wgrad",
+    "decode_experts",
+}  # kernels measured there alone
 FUNCTIONS = {"use_kernel", "_use_kernel", "warn_of_fallback", "was_measured"}
 
 

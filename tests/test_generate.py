@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from postlude import Engine, Layout, export_hf, load_model, load_tokenizer
 from postlude.cli import main
-from postlude.commands.chat import Conversation
+from postlude.commands.generate import Conversation
 from postlude.data.chat import Encoder
 from postlude.data.turn_encoding import turn_ends
 from postlude.generate.distributed import SyncedGenerator

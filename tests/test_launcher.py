@@ -23,11 +23,17 @@ from tests.plain_ranks import PATIENCE, PlainRanks
 SHORT = 3.0  # seconds of a collective that one rank does not come to, when all have started
 
 
-def add_up(factor: int) -> tuple[int, float, str]:
+def add_up(factor: int, launcher: int) -> tuple[tuple[int, float, str], set[str]]:
+    """Returns a result, and the addresses that the ranks and their launcher listen on, with groups of every kind."""
     total = torch.tensor(float(dist.get_rank()))
     dist.all_reduce(total)
+    dist.new_group([0, 1], backend="gloo")
+    pids: list[int] = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    addresses = listening_addresses({launcher, *pids}) if sys.platform == "linux" else {"127.0.0.1"}
+    dist.barrier()
     with ranks() as rank:
-        return rank.index * factor, total.item(), str(rank)
+        return (rank.index * factor, total.item(), str(rank)), addresses
 
 
 def misbehave_on_one_rank(fault: str, failing_rank: int, directory: str) -> None:
@@ -60,11 +66,14 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_results_are_in_rank_order() -> None:
+def test_results_are_in_rank_order_and_a_run_on_one_machine_listens_on_loopback_only() -> None:
     before = signal.getsignal(signal.SIGINT)
-    results = launch(add_up, 10, nproc=2, device="cpu")
+    results = launch(add_up, 10, os.getpid(), nproc=2, device="cpu")
+    assert [addresses for _, addresses in results] == [{"127.0.0.1"}] * 2, "a socket can be reached from outside"
     device = "device=device(type='cpu')"
-    assert results == [(10 * rank, 1.0, f"Rank(index={rank}, size=2, {device})") for rank in range(2)]
+    assert [result for result, _ in results] == [
+        (10 * rank, 1.0, f"Rank(index={rank}, size=2, {device})") for rank in range(2)
+    ]
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -242,23 +251,6 @@ def test_a_signal_is_forwarded_to_ranks_that_may_save(
     assert "Traceback" not in err or number == signal.SIGINT  # Python's own, of the one process that is left
     assert err.count("Traceback") <= 1
     assert "elastic" not in err
-
-
-def addresses_of_a_run(launcher: int) -> set[str]:
-    """Returns the addresses that the ranks and their launcher listen on, with groups of every kind formed."""
-    dist.new_group([0, 1], backend="gloo")
-    dist.all_reduce(torch.ones(1))
-    pids: list[int] = [0, 0]
-    dist.all_gather_object(pids, os.getpid())
-    addresses = listening_addresses({launcher, *pids})
-    dist.barrier()
-    return addresses
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_run_on_one_machine_listens_on_loopback_only(tmp_path: Path) -> None:
-    for addresses in launch(addresses_of_a_run, os.getpid(), nproc=2, device="cpu"):
-        assert addresses == {"127.0.0.1"}, "a socket of a run can be reached from outside"
 
 
 def test_the_store_listens_on_its_address_alone() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from postlude import Layout, Stage
 from postlude.hf.read_model import model_from_hf, read_description
 from postlude.world.mesh import Mesh
+from tests.process_groups import CALL_GROUPS
 
 AXES = ("pp", "vpp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
@@ -60,7 +61,8 @@ def test_stages_count_from_zero() -> None:
 
 
 def created_groups(group: Any, layout: str) -> list[list[int]]:
-    """Returns the ranks of every group that a mesh creates."""
+    """Returns the ranks of every group that a second mesh creates."""
+    Mesh(Layout.parse(layout))
     with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
         Mesh(Layout.parse(layout))
     return [call.args[0] for call in new_group.call_args_list]
@@ -70,16 +72,30 @@ def created_groups(group: Any, layout: str) -> list[list[int]]:
     ("layout", "expected"),
     [
         ("dp_shard=2", []),
-        ("dp_shard=2,ep=2", [[0, 1], [0]]),
-        ("tp=2", [[0, 1], [0]]),
+        ("dp_shard=2,ep=2", [[0, 1]]),
+        ("tp=2", [[0, 1]]),
         ("cp=2", [[0, 1]]),
         ("cp=2,tp=2", [[0, 2], [1, 3], [0, 1], [2, 3], [0, 2], [1, 3]]),
-        ("pp=2", [[0], [0, 1], [0, 1]]),
+        ("pp=2", [[0, 1], [0, 1]]),
     ],
 )
 def test_mesh_creates_each_group_once_and_no_unused_ones(ranks: Any, layout: str, expected: list[list[int]]) -> None:
-    """The world group exists already, and each gloo group keeps three threads running."""
+    """The world group and that of each rank alone exist already; a gloo group keeps three threads running."""
     assert ranks(Layout.parse(layout).world_size, created_groups, layout)[0] == expected
+
+
+def made_after_another_group_was_destroyed(group: Any) -> None:
+    with CALL_GROUPS.kept():
+        others = [dist.new_group(backend="gloo") for _ in range(3)]
+        Mesh(Layout(pp=2))  # three groups
+        for other in others:
+            dist.destroy_process_group(other)
+        Mesh(Layout(pp=2))
+
+
+def test_meshes_are_made_after_other_groups_were_destroyed(ranks: Any) -> None:
+    """torch names a group of one rank by the number of groups, which is then one that was used."""
+    ranks(2, made_after_another_group_was_destroyed)
 
 
 def shared_groups(group: Any, layout: str) -> list[str]:

@@ -17,6 +17,7 @@ import postlude
 ROOT = Path(postlude.__file__).parent
 PACKAGES = (
     "version",
+    "json_log",
     "error_output",
     "user_code",
     "checks",
@@ -29,6 +30,7 @@ PACKAGES = (
     "option_types",
     "training_options",
     "durable_files",
+    "prometheus",
     "pool",
     "world",
     "safetensors_file",
@@ -50,6 +52,7 @@ PACKAGES = (
     "verify",
     "cluster",
     "tinker",
+    "jobs",
     "commands",
     "cli",
 )

@@ -44,7 +44,8 @@ def stated_addresses() -> dict[str, set[str]]:
     return addresses
 
 
-@pytest.mark.slow  # two ranks and a server start
+@pytest.mark.thorough  # two ranks and a server start; tests/test_launcher.py has the ranks, others the servers
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_sockets_of_a_run_are_those_of_the_documentation(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD.format(root=str(ROOT), directory=str(tmp_path)))
@@ -66,6 +67,7 @@ def test_sockets_of_a_run_are_those_of_the_documentation(tmp_path: Path) -> None
         "loggers": "[]",
         "export": "false",
         "save_every": 0,
+        "observe.metrics_port": 0,
     }
     words = [sys.executable, "-m", "postlude", "grpo", *(f"--{name}={value}" for name, value in options.items())]
     with subprocess.Popen(

@@ -12,25 +12,27 @@ from postlude.hf.builtin import BUILTIN, FIELDS
 from postlude.hf.read_model import model_from_hf, read_description
 
 WATCHED = """
-import json, sys
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
 from postlude.cli import main
-code = 0
+ended = []
 for words in json.loads(sys.argv[1]):
-    try:
-        code = code or main(words)
-    except SystemExit as stop:
-        code = code or stop.code
-print(json.dumps([code, sorted(sys.modules)]), file=sys.stderr)
+    output = io.StringIO()
+    with redirect_stdout(output), redirect_stderr(output):
+        try:
+            code = main(words)
+        except SystemExit as stop:
+            code = stop.code
+    ended.append([code or 0, output.getvalue(), sorted(sys.modules)])
+print(json.dumps(ended))
 """
 
 
-def started(*commands: list[str]) -> tuple[int, str, set[str]]:
-    """Returns the exit code of commands in one new process, their output, and the imported modules."""
+def started(*commands: list[str]) -> list[tuple[int, str, set[str]]]:
+    """Runs commands in one new process. Returns of each its exit code, its output, and the modules imported by then."""
     command = [sys.executable, "-c", WATCHED, json.dumps(commands)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    *output, last = done.stderr.splitlines()
-    code, modules = json.loads(last)
-    return code or 0, done.stdout + "\n".join(output), set(modules)
+    return [(code, output, set(modules)) for code, output, modules in json.loads(done.stdout)]
 
 
 def imported(program: str) -> set[str]:
@@ -40,39 +42,43 @@ def imported(program: str) -> set[str]:
     return set(json.loads(done.stdout))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "expected"),
-    [
-        ("--help", 0, "COMMAND"),
-        ("--version", 0, "postlude "),
-        ("grpo --help", 0, "--optimizer.lr (adamw)"),
-        ("verify --help", 0, "--grid"),
-        ("schema grpo", 0, '"exclusiveMinimum"'),
-        ("", 2, "required: COMMAND"),
-        ("dance", 2, "'dance' is not a command"),
-        ("info tiny-dense --verbose", 2, "'--verbose' is not an option"),
-        ("verify tiny-dense --grid --dtype int8", 2, "invalid choice: 'int8'"),
-        ("verify tiny-dense --layout tp=x", 2, "'tp=x' is not of the form tp=N"),
-        ("serve tiny-dense --threads 0", 2, "'0' is not a whole number of at least 1"),
-        ("grpo demo --optimzer.lr 1", 2, 'did you mean "optimizer.lr"?'),
-        ("grpo demo --steps many", 2, "give a whole number"),
-        ("grpo demo --optimizer.lr -1", 2, '"optimizer.lr" is "-1"'),
-        ("grpo dmo", 2, "did you mean"),
-        ("sft --data.path rows.jsonl --optimizer.schedule.warmup -1", 2, '"optimizer.schedule.warmup" is "-1"'),
-    ],
+COMMANDS = (
+    ("--help", 0, "COMMAND"),
+    ("--version", 0, "postlude "),
+    ("grpo --help", 0, "--optimizer.lr X"),
+    ("grpo --help-all", 0, "--optimizer.lr (adamw)"),
+    ("verify --help", 0, "--grid"),
+    ("schema grpo", 0, '"exclusiveMinimum"'),
+    ("", 2, "required: COMMAND"),
+    ("dance", 2, "'dance' is not a command"),
+    ("info tiny-dense --verbose", 2, "'--verbose' is not an option"),
+    ("verify tiny-dense --grid --dtype int8", 2, "invalid choice: 'int8'"),
+    ("verify tiny-dense --layout tp=x", 2, "'tp=x' is not of the form tp=N"),
+    ("serve tiny-dense --threads 0", 2, "'0' is not a whole number of at least 1"),
+    ("grpo demo --optimzer.lr 1", 2, 'did you mean "optimizer.lr"?'),
+    ("grpo demo --steps many", 2, "give a whole number"),
+    ("grpo demo --optimizer.lr -1", 2, '"optimizer.lr" is "-1"'),
+    ("grpo dmo", 2, "did you mean"),
+    ("status nothing", 2, "has no config.yaml"),
+    ("launch slurm sft --data.path rows.jsonl", 0, "#SBATCH --nodes=1"),
+    ("launch kubernetes sft --data.path rows.jsonl", 2, "needs --image"),
+    ("sft --data.path rows.jsonl --optimizer.schedule.warmup -1", 2, '"optimizer.schedule.warmup" is "-1"'),
 )
-def test_help_and_user_errors_import_no_torch(arguments: str, code: int, expected: str) -> None:
-    exit_code, output, modules = started(arguments.split())
-    assert exit_code == code
-    assert expected in output
-    assert not modules & {"torch", "transformers", "tokenizers", "numpy", "asyncio"}
+
+
+def test_help_and_user_errors_import_no_torch() -> None:
+    results = started(*(arguments.split() for arguments, _, _ in COMMANDS))
+    for (arguments, code, expected), (exit_code, output, modules) in zip(COMMANDS, results, strict=True):
+        assert exit_code == code, arguments
+        assert expected in output, arguments
+        assert not modules & {"torch", "transformers", "tokenizers", "numpy", "asyncio"}, arguments
 
 
 @pytest.mark.slow
 def test_info_of_built_in_models_imports_only_what_it_needs() -> None:
-    code, output, modules = started(*(["info", model] for model in sorted(BUILTIN)))
-    assert code == 0
-    assert output.count("parameters") >= len(BUILTIN)
+    results = started(*(["info", model] for model in sorted(BUILTIN)))
+    assert all(code == 0 and "parameters" in output for code, output, _ in results)
+    *_, (_, _, modules) = results
     assert "torch" in modules
     assert not modules & {"transformers", "tokenizers", "torch.distributed.tensor", "sympy", "triton"}
 

@@ -15,7 +15,7 @@ from postlude.cluster.server_actors import RayLauncher
 from postlude.generate.protocol import Request, VersionSpan
 from postlude.pool.process_pool import open_pool
 from postlude.pool.worker_pool import CallResult, PoolFactory, WorkerError, WorkerPool
-from postlude.serving.clients.remote_server import WeightsVersion
+from postlude.serving.clients.server_weights import WeightsVersion
 from postlude.serving.launch.supervisor import ServerSupervisor, SupervisedClient
 from tests.rollout import functions
 from tests.rollout.reward_pool import RewardPool

@@ -12,17 +12,20 @@ from unittest.mock import patch
 import pytest
 
 from postlude.cluster.actor_pool import ActorPool
+from postlude.cluster.agent_actors import RayWorkers
 from postlude.cluster.server_actors import RayLauncher
 from postlude.generate.protocol import Request
 from postlude.pool.process_pool import open_pool
 from postlude.pool.worker_pool import CallResult
-from postlude.serving.clients.remote_server import WeightsVersion
+from postlude.serving.clients.server_weights import WeightsVersion
 from postlude.serving.launch.supervisor import ServerSupervisor, SupervisedClient
 from tests.cluster.conftest import QUIET
 from tests.cluster.test_actor_pool import FAKE, await_completions, wait_for_running_workers
+from tests.cluster.test_agent_actors import echo, function
 from tests.cluster.test_rank_actors import run_grpo
 from tests.recipes.test_killed import logged_files, place
 from tests.rollout import functions
+from tests.rollout.agent_runs import RecordingEngine, run_agents
 from tests.serving.test_server_pool import PROMPTS, THREE, check
 from tests.serving.test_supervisor import QUICK, wait_until
 
@@ -70,6 +73,30 @@ def test_killed_node_only_affects_its_own_calls(two_nodes: Any) -> None:
             results |= workers.poll(None)
         assert [results[call_id].value for call_id in call_ids] == list(range(60))
         assert workers.lost == 2, "half of them were there"
+
+
+def test_killed_node_costs_its_own_episodes(two_nodes: Any, tmp_path: Path) -> None:
+    """The model is reached at the node's address, through loopback of the other one."""
+    workers = RayWorkers(1.0, 200.0, single_machine=False)
+    agent = workers.open_agent(function(tmp_path, "waits_for_order"), "agent", 2, 8)
+
+    def kill_node() -> None:
+        wait_until(lambda: len(list(tmp_path.glob("mark-*"))) == 8, 100.0)
+        two_nodes.remove_node(two_nodes.other, allow_graceful=False)
+        wait_until(lambda: bool(agent.lost_workers), 100.0)
+        (tmp_path / "mark").write_text("")
+
+    thread = threading.Thread(target=kill_node)
+    thread.start()
+    engine = RecordingEngine(echo)
+    results = run_agents(agent, engine, groups=2, samples=4, seconds=200.0, limits={"seconds": 180.0})
+    thread.join()
+    lost = [trajectory for trajectory in results if trajectory.excluded]
+    assert (len(lost), agent.lost_workers) == (4, 1), "half of them were there"
+    assert all(
+        "agent was lost with its worker" in str(trajectory.score and trajectory.score.error) for trajectory in lost
+    )
+    assert [trajectory.reward for trajectory in results if not trajectory.excluded] == [1.0] * 4
 
 
 def node_with_actor(cluster: Any, actor: bytes) -> Any:

@@ -17,7 +17,7 @@ from postlude.cluster import driver
 from postlude.cluster.rank_actors import RankLost, RankResult, failure_of
 from postlude.cluster.ray_cluster import death_reason
 from postlude.cluster.server_actors import RayLauncher
-from postlude.recipes.run.directory import read_record
+from postlude.recipes.run.files import read_record
 from postlude.world.failure_report import RankError, RankStatus
 from tests.conftest import PATIENCE
 from tests.recipes.test_killed import logged_files, order_kill, output_files, place

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from postlude.data import pack
 from postlude.data.chat import EncodedSequence, Encoder, TooLongError, preference_batch, sft_batch
 from postlude.hf.builtin import END
-from postlude.hf.tokenizer import CHAT_TEMPLATE, byte_tokenizer
+from postlude.hf.load import CHAT_TEMPLATE, byte_tokenizer
 
 USER, HELLO = {"role": "user", "content": "Hé?"}, {"role": "assistant", "content": "Hello."}
 MORE, BYE = {"role": "user", "content": "Go on\n"}, {"role": "assistant", "content": "Bye\n"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,14 @@ import pytest
 
 from postlude.data.chat import Encoder
 from postlude.data.datasets import read_rows
-from postlude.hf.load import load_tokenizer
-from postlude.hf.tokenizer import CHAT_TEMPLATE, byte_tokenizer
+from postlude.hf.load import CHAT_TEMPLATE, byte_tokenizer, load_tokenizer
 from postlude.recipes.config.data import Examples, LabelledExamples, Pairs
 from postlude.recipes.config.environments import DatasetSettings
 from postlude.recipes.config.load import load
 from postlude.recipes.config.recipe_configs import SFTConfig
 from postlude.recipes.config.settings import SamplingSettings
 from postlude.recipes.dataset import EncodedRows
-from postlude.recipes.rollouts.prompts import build_environment, prompt_encoder
+from postlude.recipes.rollouts.prompts import PromptEncoding, build_environment
 from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.rollout.tasks import DatasetTasks
 
@@ -140,13 +140,14 @@ def test_variables_and_system_message_apply_to_environment_prompts(tmp_path: Pat
         path=path, reward="exact", workers=0, system="Be brief.", template_variables={"enable_thinking": False}
     )
     sampling, reader = SamplingSettings(max_new_tokens=8), tokenizer(THINKS)
-    environment = build_environment(settings, 0, reader, sampling, SequenceLimit(400))
-    encoder = prompt_encoder(environment, reader, sampling, SequenceLimit(400))
+    encoding = PromptEncoding(reader, sampling, SequenceLimit(400))
+    environment = build_environment(settings, 0, encoding)
+    encoder = encoding.encoder(environment)
     expected = f"[no thinking]{TEXT_OF_SYSTEM}{TEXT_OF_USER}<|im_start|>assistant\n"
     assert [reader.decode(encoder.prompt(environment.tasks[index].prompt)) for index in range(2)] == [expected] * 2
     environment.close()
     with pytest.raises(ValueError, match="'enable_thinking', which the tokenizer's chat template does not read"):
-        build_environment(settings, 0, byte_tokenizer(), sampling, SequenceLimit(400))
+        build_environment(settings, 0, replace(encoding, tokenizer=byte_tokenizer()))
 
 
 def test_system_message_requires_message_prompts(tmp_path: Path) -> None:

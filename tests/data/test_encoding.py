@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from postlude.data import encoding
+from postlude.data import encoded_dataset
 from postlude.data.chat import Encoder
-from postlude.data.encoded_dataset import EncodedDataset
-from postlude.data.encoding import EncodedChunk, encode
-from postlude.hf.tokenizer import CHAT_TEMPLATE, byte_tokenizer
+from postlude.data.encoded_dataset import EncodedChunk, EncodedDataset, encode
+from postlude.hf.load import CHAT_TEMPLATE, byte_tokenizer
 from postlude.recipes.config.data import Examples, Pairs
 from postlude.recipes.dataset import EncodedRows
 from postlude.recipes.sequence_limit import SequenceLimit
@@ -34,7 +33,7 @@ NAMES = [f"row {number}" for number in range(len(TALKS))]
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(encoding, "CHUNK", 4)
+    monkeypatch.setattr(encoded_dataset, "CHUNK", 4)
     return
 
 
@@ -89,7 +88,7 @@ def test_errors_of_templates_and_tokenizers_name_the_row(processes: int) -> None
 
 
 def test_encoding_process_does_not_import_torch() -> None:
-    needed = "import sys, postlude.data.encoding, postlude.data.chat"
+    needed = "import sys, postlude.data.encoded_dataset, postlude.data.chat"
     done = subprocess.run(
         [sys.executable, "-c", f"{needed}; sys.exit('torch' in sys.modules)"],
         check=False,

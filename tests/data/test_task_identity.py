@@ -11,7 +11,7 @@ import pytest
 
 from postlude.data.datasets import read_rows
 from postlude.data.task_identity import TaskSet, first_different, prompt_identity, row_identity
-from postlude.hf.tokenizer import byte_tokenizer
+from postlude.hf.load import byte_tokenizer
 from postlude.recipes.config.data import Examples
 from postlude.recipes.dataset import EncodedRows, StreamEncoder
 from postlude.recipes.rollouts.evaluation_sets import EvaluatedTasks

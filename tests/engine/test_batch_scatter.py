@@ -31,7 +31,7 @@ def learned(group: Any, layout: Layout) -> tuple[list[list[int]], list[float], f
     [
         Layout(dp_shard=2),
         pytest.param(Layout(pp=2), marks=pytest.mark.thorough),
-        pytest.param(Layout(dp_shard=2, tp=2), marks=pytest.mark.slow),
+        pytest.param(Layout(dp_shard=2, tp=2), marks=pytest.mark.thorough),
     ],
     ids=str,
 )

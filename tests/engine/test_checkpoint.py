@@ -65,8 +65,9 @@ def continued(engine: Engine) -> dict[str, Any]:
     return {**results, "counts": (engine.step, engine.skipped), "draws": draws}
 
 
-MOVES = [(DENSE, "", "tp=2"), (DENSE, "pp=2", "cp=2"), (MOE, "dp_shard=2,ep=2", ""), (DEEP, "pp=2,vpp=2", "tp=2,cp=2")]
+MOVES = [(DENSE, "", "tp=2"), (DENSE, "pp=2", "cp=2"), (MOE, "dp_shard=2,ep=2", "")]
 MORE_MOVES = [
+    (DEEP, "pp=2,vpp=2", "tp=2,cp=2"),
     (DENSE, "tp=2,pp=2", "dp_shard=4"),
     (MOE, "dp_shard=4,ep=4", "pp=2,dp_shard=2,ep=2"),
     (MOE, "cp=2,ep=2", "tp=2,ep=2"),

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
+import postlude
 from postlude import LanguageModel, Layout, Pattern, load_model
 from postlude.cli import main
 from postlude.data import Batch
@@ -301,3 +302,13 @@ def test_values_without_a_critic_are_refused_on_every_rank(ranks: Any) -> None:
         "LanguageModel(value_head=True)."
     )
     assert ranks(2, no_critic) == [sentence] * 2
+
+
+@pytest.mark.parametrize("critic", [True, False])
+def test_a_source_with_a_value_head_that_is_left_out_is_named(
+    critic: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    export_hf(load_model(DENSE, value_head=True), tmp_path / "model")
+    with postlude.ranks():
+        Engine(tmp_path / "model", critic=critic)
+    assert ("has a value head (score.weight), which this model leaves out" in caplog.text) is not critic

@@ -125,7 +125,7 @@ def test_one_rank_stays_usable_after_a_failure(ranks, failure: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("failure", "overlap"), [("measure", False), ("forward", True), ("backward", True)])
+@pytest.mark.parametrize(("failure", "overlap"), [("measure", False), ("backward", True)])
 def test_experts_and_router_counters_survive_a_failure(ranks, failure: str, overlap: bool) -> None:
     """Also while two microbatches are interleaved."""
     ranks(1, run_with_and_without_failure, "tiny-moe", failure, overlap)

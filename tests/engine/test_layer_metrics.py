@@ -10,7 +10,7 @@ from torch import Tensor
 
 from postlude import AdamW, Batch
 from postlude.engine import PassResult
-from postlude.engine.layer_metrics import layer_label
+from postlude.engine.pass_metrics import layer_label
 from postlude.model.blocks import MoE
 from postlude.objectives import MTP, SFT
 from tests.engine.test_replay import batch, config

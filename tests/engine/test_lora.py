@@ -78,7 +78,7 @@ SOURCES = {
         pytest.param("latent", "pp=2,cp=2,tp=2,ep=2", {"overlap": True}, marks=pytest.mark.thorough),
         ("moe", "tp=2,ep=2", {"lora": EVERY_LAYER}),
         ("moe", "pp=2", {"lora": EVERY_LAYER, "overlap": "zero_bubble"}),
-        ("hybrid", "dp_shard=2", {"lora": EVERY_LAYER}),
+        pytest.param("hybrid", "dp_shard=2", {"lora": EVERY_LAYER}, marks=pytest.mark.thorough),
     ],
     ids=str,
 )

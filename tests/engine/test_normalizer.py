@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude.data import Batch, Microbatch, pack, shard_context
-from postlude.engine.normalizer import LossNormalizer, MetricAccumulator, MetricIndex
+from postlude.engine.normalizer import LossNormalizer
+from postlude.engine.pass_metrics import LossRecord, MetricIndex, reduce_pass
 from postlude.layout import Layout
 from postlude.objectives import Loss, Metric, largest, mean, smallest, total
 from tests.equality import assert_equal
@@ -80,7 +81,7 @@ def test_nan_at_zero_weight_reaches_neither_loss_nor_gradient_nor_metric(bad: fl
     parts = microbatches(12)
     clean, spoilt = torch.zeros(()), torch.zeros(())
     scale, gradients = LossNormalizer(parts), []
-    tallies = MetricAccumulator(scale), MetricAccumulator(scale)
+    tallies = LossRecord(scale), LossRecord(scale)
     for part in parts:
         for fill, tally in ((0.0, tallies[0]), (bad, tallies[1])):
             values = part.column("value").where(part.column("mask") != 0, fill).requires_grad_()
@@ -88,7 +89,7 @@ def test_nan_at_zero_weight_reaches_neither_loss_nor_gradient_nor_metric(bad: fl
             added.backward()
             gradients.append(values.grad)
             for name, kind in (("mean", mean), ("sum", total), ("max", largest), ("min", smallest)):
-                tally.add(name, kind(values, over="mask"), part)
+                tally.metrics.add(name, kind(values, over="mask"), part)
             if fill == 0.0:
                 clean += added.detach()
             else:
@@ -98,7 +99,7 @@ def test_nan_at_zero_weight_reaches_neither_loss_nor_gradient_nor_metric(bad: fl
         torch.equal(clean_gradient, spoilt_gradient)
         for clean_gradient, spoilt_gradient in zip(gradients[::2], gradients[1::2], strict=True)
     )
-    assert tallies[0].reduce(True) == tallies[1].reduce(True)
+    assert reduce(tallies[0]) == reduce(tallies[1])
 
 
 def test_batch_with_nothing_to_train_on_is_refused_with_clear_error() -> None:
@@ -125,9 +126,13 @@ def test_values_of_another_shape_are_refused_with_clear_error(
     with pytest.raises(ValueError, match=r"over .* have shape") as loss:
         LossNormalizer([part]).loss(Loss(torch.ones(values), over=over), part)
     with pytest.raises(ValueError, match=r"over .* have shape") as metric:
-        MetricAccumulator(LossNormalizer([part])).add("x", mean(torch.ones(values), over), part)
+        LossRecord(LossNormalizer([part])).metrics.add("x", mean(torch.ones(values), over), part)
     assert sentence in str(loss.value)
     assert sentence in str(metric.value)
+
+
+def reduce(record: LossRecord, index: MetricIndex | None = None, reports_results: bool = True) -> dict[str, float]:
+    return dict(reduce_pass(record, index or MetricIndex(), reports_results=reports_results).metrics)
 
 
 REDUCTIONS = {"mean": mean, "sum": total, "max": largest, "min": smallest}
@@ -160,11 +165,11 @@ def check_metrics(actual: dict[str, float]) -> None:
 @pytest.mark.parametrize(("budget", "multiple_of"), [(64, 1), (12, 1), (12, 8)])
 def test_metrics_are_reduced_as_declared_over_microbatches(budget: int, multiple_of: int) -> None:
     parts = microbatches(budget, multiple_of)
-    tally = MetricAccumulator(LossNormalizer(parts))
+    tally = LossRecord(LossNormalizer(parts))
     for part in parts:
         for name, (metric, _) in metrics(part).items():
-            tally.add(name, metric, part)
-    check_metrics(tally.reduce(True))
+            tally.metrics.add(name, metric, part)
+    check_metrics(reduce(tally))
 
 
 def over_ranks(group: Any, layout: str) -> tuple[float, float, dict[str, float]]:
@@ -175,15 +180,15 @@ def over_ranks(group: Any, layout: str) -> tuple[float, float, dict[str, float]]
         shard_context(part, dp_cp_mesh.cp) for part in all_parts[dp_cp_mesh.dp.rank :: dp_cp_mesh.dp.size]
     ]
     scale = LossNormalizer(all_parts, cp_size=dp_cp_mesh.cp.size)
-    tally, summed = MetricAccumulator(scale), MetricAccumulator(scale)
+    tally, summed = LossRecord(scale), LossRecord(scale)
     for part in local_microbatches:
         values = part.sequence_sum(part.column("value"))
-        tally.add_loss(scale.loss(Loss(values, over="sequences"), part))
-        summed.add_loss(scale.loss(Loss(values.sum(), over="sequences"), part))
+        tally.metrics.add_loss(scale.loss(Loss(values, over="sequences"), part))
+        summed.metrics.add_loss(scale.loss(Loss(values.sum(), over="sequences"), part))
         for name, (metric, _) in metrics(part).items():
-            tally.add(name, metric, part)
-    actual = tally.reduce(True)
-    return actual.pop("loss"), summed.reduce(True)["loss"], actual
+            tally.metrics.add(name, metric, part)
+    actual = reduce(tally)
+    return actual.pop("loss"), reduce(summed)["loss"], actual
 
 
 @pytest.mark.parametrize("layout", ["dp_shard=2", "cp=2"])
@@ -197,11 +202,11 @@ def test_losses_and_metrics_over_ranks_equal_the_full_batch(ranks: Any, layout: 
 
 def rank_without_output(group: Any) -> dict[str, float]:
     parts = microbatches()
-    tally = MetricAccumulator(LossNormalizer(parts))
+    tally = LossRecord(LossNormalizer(parts))
     if group.rank() == 1:
-        tally.add("value", total(parts[0].column("value")), parts[0])
-        tally.add_loss(torch.tensor(2.0))
-    return tally.reduce(group.rank() == 1)
+        tally.metrics.add("value", total(parts[0].column("value")), parts[0])
+        tally.metrics.add_loss(torch.tensor(2.0))
+    return reduce(tally, reports_results=group.rank() == 1)
 
 
 def test_rank_without_output_gets_the_metrics_of_other_ranks(ranks: Any) -> None:
@@ -218,12 +223,12 @@ def three_steps(group: Any) -> list[tuple[dict[str, float], int]]:
         patch.setattr(dist, "all_gather_object", lambda *a, **k: (gathers.append(1), gather(*a, **k)))
         actual = []
         for step in range(4):
-            tally = MetricAccumulator(LossNormalizer(parts), metric_index)
+            tally = LossRecord(LossNormalizer(parts))
             names = [f"of rank {group.rank()}", "of both", *["late"] * (step == 3 and group.rank() == 1)]
             for name in names:
-                tally.add(name, largest(torch.tensor([1.0 + group.rank()] * len(parts[0]))), parts[0])
-            tally.add("sum", total(torch.ones(())), parts[0])
-            actual.append((tally.reduce(True), len(gathers)))
+                tally.metrics.add(name, largest(torch.tensor([1.0 + group.rank()] * len(parts[0]))), parts[0])
+            tally.metrics.add("sum", total(torch.ones(())), parts[0])
+            actual.append((reduce(tally, metric_index), len(gathers)))
     return actual
 
 
@@ -238,14 +243,14 @@ def test_metric_names_are_gathered_only_when_new(ranks: Any) -> None:
 def test_metrics_are_copied_to_the_host_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each separate read would synchronise with the GPU."""
     parts = microbatches(12)
-    tally, reads = MetricAccumulator(LossNormalizer(parts)), []
+    tally, reads = LossRecord(LossNormalizer(parts)), []
     for name in ("tolist", "item", "__float__", "__int__", "__bool__"):
         read = getattr(Tensor, name)
         monkeypatch.setattr(Tensor, name, lambda self, read=read: (reads.append(1), read(self))[1])
     for part in parts:
         for name, (metric, _) in metrics(part).items():
-            tally.add(name, metric, part)
-    actual = tally.reduce(True)
+            tally.metrics.add(name, metric, part)
+    actual = reduce(tally)
     monkeypatch.undo()
     assert len(reads) == 1
     check_metrics(actual)
@@ -254,10 +259,12 @@ def test_metrics_are_copied_to_the_host_together(monkeypatch: pytest.MonkeyPatch
 def many_metrics(group: Any) -> list[dict[str, float]]:
     parts, metric_index, actual = microbatches(), MetricIndex(), []
     for count in (2, 300, 300, 2):
-        tally = MetricAccumulator(LossNormalizer(parts), metric_index)
+        tally = LossRecord(LossNormalizer(parts))
         for index in range(count):
-            tally.add(f"a metric with a long name, number {index}", total(torch.full((), float(index))), parts[0])
-        actual.append(tally.reduce(group.rank() == 1))
+            tally.metrics.add(
+                f"a metric with a long name, number {index}", total(torch.full((), float(index))), parts[0]
+            )
+        actual.append(reduce(tally, metric_index, group.rank() == 1))
     return actual
 
 
@@ -276,31 +283,33 @@ def test_a_metric_index_drops_old_names_when_it_is_full() -> None:
 
 def test_metric_without_counts_is_nan_and_mixed_reductions_are_refused() -> None:
     (part,) = pack([[1, 2, 3]], budget=8, columns={"mask": [0.0]})
-    tally = MetricAccumulator(LossNormalizer([part]))
+    tally = LossRecord(LossNormalizer([part]))
     for name, kind in REDUCTIONS.items():
-        tally.add(name, kind(torch.ones(3), over="mask"), part)
-    actual = tally.reduce(True)
+        tally.metrics.add(name, kind(torch.ones(3), over="mask"), part)
+    actual = reduce(tally)
     assert actual.pop("sum") == 0.0
     assert all(map(math.isnan, actual.values()))
     with pytest.raises(ValueError, match='metric "mean" is a mean in one microbatch and a max in another'):
-        tally.add("mean", largest(torch.ones(3)), part)
+        tally.metrics.add("mean", largest(torch.ones(3)), part)
 
 
 def test_weights_that_sum_to_zero_still_count() -> None:
     (part,) = pack([[1, 2, 3]], budget=8, columns={"sign": [[0.0, 1.0, -1.0]]})
-    tally = MetricAccumulator(LossNormalizer([part]))
+    tally = LossRecord(LossNormalizer([part]))
     values = torch.tensor([5.0, 3.0, 9.0])  # of positions 0 and 1, with weights 1 and -1
     for name, kind in REDUCTIONS.items():
-        tally.add(name, kind(values, over="sign"), part)
-    actual = tally.reduce(True)
+        tally.metrics.add(name, kind(values, over="sign"), part)
+    actual = reduce(tally)
     assert (actual["sum"], actual["max"], actual["min"]) == (2.0, 5.0, 3.0)
 
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_nan_in_max_and_min_metrics_is_propagated(place: int) -> None:
     parts = pack([[1, 2], [1, 2, 3]], budget=3)
-    tally = MetricAccumulator(LossNormalizer(parts))
+    tally = LossRecord(LossNormalizer(parts))
     for index, part in enumerate(parts):
         for name in ("max", "min"):
-            tally.add(name, REDUCTIONS[name](torch.full((len(part),), float("nan") if index == place else 1.0)), part)
-    assert all(map(math.isnan, tally.reduce(True).values()))
+            tally.metrics.add(
+                name, REDUCTIONS[name](torch.full((len(part),), float("nan") if index == place else 1.0)), part
+            )
+    assert all(map(math.isnan, reduce(tally).values()))

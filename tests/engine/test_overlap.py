@@ -80,7 +80,7 @@ MANY = "pp=2,vpp=2,dp_shard=2,ep=2"
 @pytest.mark.parametrize(
     ("layout", "pattern", "options", "overlap"),
     [
-        ("dp_shard=2,ep=2", "[GE][*E]/[*E]", {}, True),
+        pytest.param("dp_shard=2,ep=2", "[GE][*E]/[*E]", {}, True, marks=pytest.mark.thorough),
         (MANY, CUTS, {"recompute": "selective"}, True),
         ("dp_shard=2,ep=2", "E*E{2}/E*", {}, True),  # a layer's segments read the same hidden states
         ("pp=2", "[*-][*-]", {"recompute": "none"}, "zero_bubble"),

@@ -22,6 +22,8 @@ from postlude.engine.batch_sharding import shard_batch, supported_sharing
 from postlude.lora import LoRA
 from postlude.model.blocks import BLOCKS, Attention, AttentionConfig, Block, MoEConfig, SlidingAttentionConfig
 from postlude.model.context import ForwardContext
+from postlude.objectives import Distill
+from postlude.objectives.distill import TEACHER_IDS, TEACHER_LOGPROBS
 from postlude.options import SharePrefixes
 from postlude.verify.cases import Case, batches
 from postlude.world.mesh import Axis
@@ -57,14 +59,14 @@ HYBRID = small_config("[M-][GE][*-]M", blocks={"E": BALANCED})
         ("", HYBRID, "dpo", {"recompute": "selective"}),
         ("", UNBIASED, "grpo", {"lora": LoRA(rank=2)}),
         ("", HYBRID, "grpo", {"compute_dtype": torch.bfloat16}),
-        ("cp=2", SEQUENCE_BALANCE, "grpo", {}),
         ("cp=2", HYBRID, "dpo", {}),
-        ("pp=2,tp=2,ep=2", SEQUENCE_BALANCE, "gspo", {}),
         ("tp=2", HYBRID, "grpo", {}),
         ("pp=2,vpp=2,ep=2,dp_shard=2", FOUR_STAGES, "grpo", {"overlap": True}),
         pytest.param("pp=2", HYBRID, "dpo", {"overlap": "zero_bubble"}, marks=pytest.mark.thorough),
         pytest.param("tp=2,cp=2,ep=2", SEQUENCE_BALANCE, "sft", {"recompute": "selective"}, marks=pytest.mark.thorough),
         pytest.param("cp=4", ATTENTION, "dpo", {}, marks=pytest.mark.thorough),
+        pytest.param("cp=2", SEQUENCE_BALANCE, "grpo", {}, marks=pytest.mark.thorough),
+        pytest.param("pp=2,tp=2,ep=2", SEQUENCE_BALANCE, "gspo", {}, marks=pytest.mark.thorough),
         pytest.param("dp_replicate=2,dp_shard=2", UNBIASED, "grpo", {"steps": True}, marks=pytest.mark.thorough),
     ],
 )  # fmt: skip
@@ -124,6 +126,31 @@ def test_sharing_changes_no_result(ranks: Any, layout: str, config: ModelConfig,
     ranks(2, compare_sharing, config, layout, sharded)
 
 
+def distilled(layout: str, share: SharePrefixes) -> list[Tensor]:
+    """Returns loss, metrics and gradients of a student. Its teacher shares tokens as it does."""
+    teacher, student = (
+        Engine(ATTENTION, mesh=mesh(Layout.parse(layout)), budget=32, share_prefixes=share, seed=seed)
+        for seed in (6, 5)
+    )
+    batch = batches("grpo", ATTENTION, 3, share_prefixes=True)["many"]
+    logprobs, ids = teacher.topk(batch, 4)
+    batch = replace(batch, columns={**batch.columns, TEACHER_IDS: ids, TEACHER_LOGPROBS: logprobs})
+    result = student.forward_backward(batch, Distill(forward=0.5, nll=0.2))
+    assert (result.shared_tokens > 0) == (share == "always")
+    metrics = [torch.tensor(value) for _, value in sorted(result.metrics.items())]
+    return [torch.tensor(result.loss), *metrics, *(gradient.clone() for _, gradient in student.gradients())]
+
+
+def compare_distillation(group: dist.ProcessGroup, layout: str) -> None:
+    for index, values in enumerate(zip(distilled(layout, "always"), distilled(layout, "off"), strict=True)):
+        assert_equal(*values, f"{layout}, value {index}")
+
+
+@pytest.mark.slow
+def test_sharing_changes_no_distillation(ranks: Any) -> None:
+    ranks(2, compare_distillation, "cp=2")
+
+
 # --- any tree, in one process
 
 EVERY_BLOCK = small_config("[*-][SE][+-][M-][GE]/[*E]", blocks={**ATTENTION.blocks, "E": BALANCED})
@@ -171,7 +198,7 @@ def results(model: LanguageModel, sequences: list[Tensor], share: SharePrefixes)
 
     for packed in build_microbatches(plan, indices, content, depths=1):
         microbatch = shard_context(packed, Axis())
-        assert (microbatch.trunk is None) == (plan.tree(microbatch.index) is None)
+        assert (microbatch.segments is None) == (plan.tree(microbatch.index) is None)
         model(microbatch, output_processor=processor).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return stats | {name: torch.zeros(1) if grad is None else grad.clone() for name, grad in gradients.items()}

@@ -135,7 +135,7 @@ def test_only_metrics_and_the_norm_synchronise_on_a_gpu(model: str, name: str) -
         for step_batch in (short, long):
             engine.forward_backward(step_batch, OBJECTIVES[name])
             engine.optimizer_step()
-            with mock.patch.object(engine.stages.executor, "run", strict(engine.local_stages.executor.run)):
+            with mock.patch.object(engine.stages.executor, "run", strict(engine.stages.executor.run)):
                 step = synchronizing_files(
                     lambda step_batch=step_batch: engine.forward_backward(step_batch, OBJECTIVES[name])
                 )

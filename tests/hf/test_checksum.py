@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from postlude.hf.checksum import LINE, checksum, position_sum, word_sum
+from postlude.hf.tensor_sources import LINE, checksum, position_sum, word_sum
 
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "reversed": lambda weight: weight.flip(0, 1),

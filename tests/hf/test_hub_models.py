@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from postlude import export_hf, load_model, load_tokenizer
-from postlude.hf.load import check_weights
+from postlude.hf.load import byte_tokenizer, check_weights
 from postlude.hf.read_model import read_model, resolve_path
-from postlude.hf.tokenizer import byte_tokenizer
 from tests.hub_server import Hub, serve_hub, use_hub
 
 NAME = "org/tiny"

@@ -3,7 +3,7 @@
 import pytest
 
 from postlude.hf.builtin import tiny_hybrid
-from postlude.hf.lora_targets import adapter_configs
+from postlude.hf.linear_layers import adapter_configs
 from postlude.lora import AdapterConfig, LoRA
 from tests.hf.adapters import small_model
 

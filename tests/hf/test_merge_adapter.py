@@ -11,7 +11,7 @@ from torch import Tensor
 from postlude import AdamW, Engine, export_hf, load_model, ranks
 from postlude.cli import main
 from postlude.engine.adapters import add_adapter, export_adapter
-from postlude.hf.lora_targets import adapter_configs
+from postlude.hf.linear_layers import adapter_configs
 from postlude.hf.peft import to_peft, write_adapter
 from postlude.lora import LoRA
 from tests.equality import assert_equal

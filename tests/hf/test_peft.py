@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from postlude.hf.builtin import tiny_hybrid
 from postlude.hf.export import export_hf
+from postlude.hf.linear_layers import adapter_configs
 from postlude.hf.load import load_model
-from postlude.hf.lora_targets import adapter_configs
 from postlude.hf.peft import base_entries, read_adapter, to_peft, write_adapter
 from postlude.hf.read_peft import READ, WITHOUT_EFFECT, check_supported, from_peft
 from postlude.lora import AdapterConfig, LoRA

@@ -1,4 +1,4 @@
-"""Attention and MLP blocks on a GPU, in bf16 with their kernels, equal the same blocks in float64 on the CPU."""
+"""Blocks on a GPU, in bf16 with their kernels, equal the same blocks in float64 on the CPU."""
 
 from typing import Any
 
@@ -8,7 +8,10 @@ from torch import Tensor
 
 from postlude import LanguageModel, Microbatch, pack
 from postlude.model.block_config import BlockConfig
-from postlude.model.blocks import AttentionConfig, MLPConfig, SlidingAttentionConfig
+from postlude.model.blocks import AttentionConfig, MLPConfig, MoEConfig, SlidingAttentionConfig
+from postlude.model.context import ForwardContext
+from postlude.model.parallel import fuse_weights
+from postlude.model.steps import run_steps
 from postlude.ops.linear import DeferredWgrads, defer_wgrad, flush_wgrad, set_main_grad
 from tests.equality import assert_equal
 from tests.model.small import small_config
@@ -78,3 +81,52 @@ def test_block_equals_float64(block: str, gradients: str, recompute: str) -> Non
             assert gradient is None
             gradient = totals[name] - 1
         assert_equal(gradient.cpu(), parameter.grad, f"gradient of {name}", 3e-2)
+
+
+class RoutingState:
+    """Takes the place of a decoding cache: keeps the experts of tokens."""
+
+    choice: Tensor
+
+    def record_routing(self, name: str, choice: Tensor) -> None:
+        self.choice = choice
+
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "sigmoid": {"scores": "sigmoid", "selection_bias": True, "router_fp32": True, "shared_intermediate_size": 64},
+    "clamped": {"expert_bias": True, "router_bias": True, "alpha": 1.702, "limit": 2.0, "up_offset": 1.0},
+    "gated shared": {"shared_intermediate_size": 32, "shared_gate": True},
+    "ungated": {"gated": False, "activation": "relu2", "weight_scale": 2.5, "normalise": False},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("router", list(ROUTERS))
+@pytest.mark.parametrize("tokens", [3, 16, 100])
+@torch.no_grad()
+def test_decoded_experts_equal_float64(tokens: int, router: str) -> None:
+    """For tokens with the same experts. Roundings may change the choice of a few."""
+    config = MoEConfig(experts=8, top_k=2, intermediate_size=48, **ROUTERS[router])
+    hidden = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    (packed,) = pack([list(range(tokens))], budget=256)
+    results, choices = [], []
+    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float64)):
+        generator, state = torch.Generator().manual_seed(0), RoutingState()
+        model = LanguageModel(small_config("E", hidden_size=64, vocab_size=256, blocks={"E": config}))
+        for name, parameter in model.named_parameters():
+            values = (0.3 * torch.randn(parameter.shape, generator=generator)).bfloat16()
+            stays_fp32 = device == "cuda" and config.router_fp32 and ".router." in name
+            parameter.data = values.to(device, torch.float32 if stays_fp32 else dtype)
+        (block,) = model.to(device).blocks
+        for layers in block.fused_projections():
+            fuse_weights(layers)
+        context: Any = ForwardContext(packed.to(device), model.mesh, decode_state=state)  # type: ignore[arg-type]
+        rows = hidden.to(device, dtype)
+        decoded = block.fused_decode_or_none(rows, context)
+        assert (decoded is None) == (device == "cpu")
+        results.append(run_steps(block.steps(), rows, context).cpu() if decoded is None else decoded.cpu())
+        choices.append(state.choice.sort(-1).values.cpu())
+    same = (choices[0] == choices[1]).all(-1)
+    assert same.float().mean() > 0.9
+    assert_equal(results[0][same], results[1][same], tolerance=2e-2)

@@ -14,7 +14,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 from postlude import LanguageModel, load_model, pack
 from postlude.model.blocks import MoE, MoEConfig
 from postlude.model.context import ForwardContext
+from postlude.model.parallel import fuse_weights
 from postlude.model.steps import run_steps
+from postlude.ops.decode_linear import COUNTERS
+from postlude.ops.norm import Norm
 from postlude.world.mesh import Mesh
 from tests.equality import assert_equal
 from tests.model.small import small_config, small_microbatch, small_model
@@ -268,3 +271,16 @@ def test_selection_bias_balances_load_and_changes_no_weight() -> None:
 def test_invalid_routers_are_refused(settings: dict, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         MoEConfig(**({"experts": 8, "top_k": 2, "intermediate_size": 4} | settings))
+
+
+@torch.no_grad()
+def test_fused_decoding_of_a_shared_expert_equals_it() -> None:
+    config = MoEConfig(experts=8, top_k=2, intermediate_size=12, shared_intermediate_size=20)
+    (moe,) = small_model("E", blocks={"E": config}).blocks
+    for layers in moe.fused_projections():
+        fuse_weights(layers)
+    hidden = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(0))
+    norm = Norm(moe.norm.weight, moe.norm.eps, moe.norm.offset)
+    counters = torch.zeros(COUNTERS, dtype=torch.int32)
+    actual = moe.shared.fused_decode(hidden.clone(), norm, counters)
+    assert_equal(actual, hidden + moe.shared(moe.norm(hidden)), "with the shared expert")

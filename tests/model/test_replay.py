@@ -9,7 +9,7 @@ from torch import Tensor
 
 from postlude import LanguageModel, Microbatch, pack
 from postlude.model.blocks import MoE, MoEConfig
-from postlude.model.routing import check_experts
+from postlude.model.context import check_experts
 from postlude.objectives import MTP, SFT
 from tests.model.small import sequences, small_config
 

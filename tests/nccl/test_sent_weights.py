@@ -8,8 +8,17 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from postlude.serving.weights.channel import send_all
-from postlude.serving.weights.nccl import FLOAT32, SUM, UINT8, NCCLConfig, NCCLRendezvous, UniqueId, check, library
+from postlude.serving.weights.channel import (
+    FLOAT32,
+    SUM,
+    UINT8,
+    NCCLConfig,
+    NCCLRendezvous,
+    UniqueId,
+    check,
+    library,
+    send_all,
+)
 from tests.conftest import SERVER
 
 SIZES = (1, 1 << 20, 3_000_001)

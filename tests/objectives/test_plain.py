@@ -10,7 +10,8 @@ from torch import Tensor
 
 from postlude import LanguageModel
 from postlude.data import Batch, pack
-from postlude.engine.normalizer import LossNormalizer, MetricAccumulator
+from postlude.engine.normalizer import LossNormalizer
+from postlude.engine.pass_metrics import LossRecord, MetricIndex, reduce_pass
 from postlude.objectives import Objective, PolicyGradient, ReferenceKL, RolloutCorrection
 from tests.equality import assert_equal, difference
 from tests.model.small import small_config
@@ -30,15 +31,15 @@ def run(model: LanguageModel, batch: Batch, objective: Objective, budget: int) -
     """Computes loss and gradients as the engine does on one rank."""
     microbatches = pack(batch.sequences, budget=budget, columns=batch.columns, temperature=batch.temperature)
     scale = LossNormalizer(microbatches)
-    tally = MetricAccumulator(scale)
+    tally = LossRecord(scale)
     losses = []
     for microbatch in microbatches:
         loss = model(microbatch, output_processor=lambda inputs, _: objective(inputs))
         losses.append(scale.loss(loss, microbatch))
         for part in loss.terms():
             for name, metric in part.metrics.items():
-                tally.add(name, metric, microbatch)
-    return torch.stack(losses).sum(), tally.reduce(True)
+                tally.metrics.add(name, metric, microbatch)
+    return torch.stack(losses).sum(), dict(reduce_pass(tally, MetricIndex(), reports_results=True).metrics)
 
 
 def gradients(model: LanguageModel, loss: Tensor) -> Gradients:

@@ -186,7 +186,11 @@ def compare(group: dist.ProcessGroup, layout: str) -> dict[str, dict[str, float]
 
 @pytest.mark.parametrize(
     ("layout", "size"),
-    [("tp=1", 1), ("tp=2", 2), ("pp=2", 2), ("cp=2", 2), pytest.param("dp_shard=2", 2, marks=pytest.mark.thorough)],
+    [
+        ("tp=1", 1),
+        ("cp=2", 2),
+        *(pytest.param(layout, 2, marks=pytest.mark.thorough) for layout in ("tp=2", "pp=2", "dp_shard=2")),
+    ],
 )
 def test_equals_the_float64_formula(ranks: Ranks, layout: str, size: int) -> None:
     for differences in ranks(size, compare, layout):

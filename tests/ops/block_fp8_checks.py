@@ -10,7 +10,7 @@ from postlude.ops import decode_linear
 from postlude.ops.activation import gated_activation
 from postlude.ops.adapted_linear import AdapterOperand
 from postlude.ops.block_fp8 import FP8Weight, fp8_linear, fp8_linears, fp8_mlp, round_rows
-from postlude.ops.decode_linear import COUNTERS, linear_add, mlp_add, norm_gated_linear, norm_linear
+from postlude.ops.decode_linear import COUNTERS, linear_add, mlp_add, norm_linear
 from postlude.ops.kernels.capabilities import GPUS
 from postlude.ops.low_rank import LowRank
 from postlude.ops.norm import Norm, rms_norm
@@ -133,7 +133,7 @@ def test_decode_layers_with_fp8_weights_equal_their_parts() -> None:
     adapted = decode_linear.add_low_rank(product.clone, normed, low)
     assert_equal(norm_linear(rows, norm, gate_up, low), adapted, "adapters")
     gated = F.silu(adapted[:, :256]) * adapted[:, 256:]
-    assert_equal(norm_gated_linear(rows, norm, "silu", gate_up, low), gated, "gated")
+    assert_equal(norm_linear(rows, norm, gate_up, low, activation="silu"), gated, "gated")
     residual = normal(5, 256, seed=9)
     expected = residual + fp8_linear(gated, down) + gated @ low_down.a.t() @ low_down.b.t()
     assert_equal(linear_add(residual.clone(), gated, down, low_down), expected, "residual")

@@ -29,23 +29,25 @@ from postlude.ops.kernels import (
     block_fp8,
     capabilities,
     convolution,
+    decode_experts,
     decode_linear,
-    embedding,
     experts,
     fp8,
     gated_delta,
     invariant_attention,
     invariant_linear,
+    latent_attention,
     linear_logprobs_fused,
     linear_logprobs_quantized,
     linear_logprobs_rows,
     norm,
     paged_attention,
+    recurrent_step,
     rotary,
     sample,
     ssd,
 )
-from postlude.ops.linear_logprobs.statistics import Slab, TokenRows, Upstream
+from postlude.ops.linear_logprobs.statistics import SelectionRule, Slab, TokenRows, Upstream
 from postlude.ops.low_rank import LowRank
 from postlude.ops.norm import Norm
 from postlude.ops.packing import Packing
@@ -55,6 +57,7 @@ from postlude.ops.ssd import shared_memory_for
 
 TOKENS = 512
 BF16, FP32 = torch.bfloat16, torch.float32
+CPU = torch.device("cpu")
 
 
 def bf16(*shape: int) -> Tensor:
@@ -98,7 +101,7 @@ def call_experts() -> None:
 
 
 def call_embedding() -> None:
-    embedding.add_rows(fp32(8192, 2048), bf16(TOKENS, 2048), integers(TOKENS), integers(TOKENS))
+    experts.add_rows(fp32(8192, 2048), bf16(TOKENS, 2048), integers(TOKENS), integers(TOKENS))
 
 
 def call_grouped_wgrad() -> None:
@@ -123,6 +126,16 @@ def call_convolution() -> None:
     convolution.backward(inputs, kernel, bias, positions, True, inputs)
 
 
+def call_recurrent_step() -> None:
+    channels, kernel, running = bf16(16, 10240), bf16(10240, 4), integers(16, dtype=torch.bool)
+    recurrent_step.convolve(channels, bf16(16, 3, 10240), kernel, bf16(10240), running, True)
+    x, groups = bf16(16, 128, 64), bf16(16, 8, 128)
+    recurrent_step.mamba(x, fp32(16, 128), fp32(128), groups, groups, fp32(128), fp32(16, 128, 64, 128), running)
+    keys, values, numbers = bf16(16, 16, 128), bf16(16, 32, 128), fp32(16, 32)
+    states = fp32(16, 32, 128, 128)
+    recurrent_step.delta_rule(keys, keys, values, numbers, numbers, states, running, 0.1, 1e-6)
+
+
 def call_ssd(width: int, state: int) -> None:
     heads, groups = 16, 8
     x, B, C = bf16(TOKENS, heads, width), bf16(TOKENS, groups, state), bf16(TOKENS, groups, state)
@@ -135,9 +148,8 @@ def call_gated_delta() -> None:
     key, value = bf16(TOKENS, 2, 128), bf16(TOKENS, 4, 128)
     rates = fp32(TOKENS, 4), fp32(TOKENS, 4)
     packing = Packing.from_lengths([TOKENS])
-    call = gated_delta.GatedDeltaCall(
-        key, key, value, *rates, packing.cu_seqlens, [TOKENS], 0.1, True, 64, keep=True
-    )  # fmt: skip
+    inputs = key, key, value, *rates
+    call = gated_delta.GatedDeltaCall(inputs, packing.cu_seqlens, [TOKENS], 0.1, True, 64, keep=True)
     states = call.run(last_states=True)
     call.outputs()
     call.gradients(value, states)
@@ -160,15 +172,24 @@ def call_paged_attention(
     width: int = 128, rows: int = 16, dtype: torch.dtype = BF16, fp8: bool = False, tokens: int = 1, **score: int
 ) -> None:
     query, key = (torch.empty(rows * tokens, heads, width, dtype=dtype) for heads in (32, 8))
-    store = new_page_store(4, 8, width, FP8 if fp8 else dtype, torch.device("cpu"))
+    store = new_page_store(4, 8, width, FP8 if fp8 else dtype, CPU)
     table, lengths = integers(rows, 4, dtype=torch.int32), integers(rows)
-    exponents = new_page_store(4, 8, 1, torch.int8, torch.device("cpu"))
+    exponents = new_page_store(4, 8, 1, torch.int8, CPU)
     for shared in (None, SharedPages(integers(2, 8, dtype=torch.int32), integers(rows, dtype=torch.int32))):
         paged_attention.attend(
             *(query, key, key, store, store, table, lengths, ScoreConfig(scale=0.1, **score)),
             exponents=(exponents, exponents) if fp8 else None,
             shared=shared,
         )
+
+
+def call_latent_attention(heads: int = 16, size: int = 512, dtype: torch.dtype = BF16, tokens: int = 1) -> None:
+    query, rotated = (torch.empty(16 * tokens, heads, width, dtype=dtype) for width in (size, 64))
+    latents, store = torch.empty(16 * tokens, size + 64, dtype=dtype), new_page_store(4, 1, size + 64, dtype, CPU)
+    table, lengths = integers(16, 4, dtype=torch.int32), integers(16)
+    latent_attention.attend(query, rotated, latents, store, table, lengths, 0.1)
+    angles, norm = (fp32(16 * tokens, 64), fp32(16 * tokens, 64)), Norm(torch.empty(size, dtype=dtype), 1e-6, 0.0)
+    latent_attention.rotate(rotated, latents, norm, angles, interleaved=True)
 
 
 def call_invariant_linear(count: int, dtype: torch.dtype = BF16) -> None:
@@ -182,6 +203,24 @@ def call_invariant_attention(width: int = 128, dtype: torch.dtype = BF16) -> Non
     invariant_attention.forward(query, key, key, None, integers(4, 4, dtype=torch.int32), 0.1, None, None)
     store, table = new_page_store(4, 8, width, dtype, torch.device("cpu")), integers(16, 4, dtype=torch.int32)
     invariant_attention.attend_pages(query, key, key, store, store, table, integers(16), ScoreConfig(scale=0.1))
+
+
+def call_decode_experts(tokens: int, biased: bool) -> None:
+    experts, top_k, hidden, inner = 8, 4, 2880, 1408
+    rows, counts = bf16(tokens, hidden), integers(experts, dtype=torch.int32)
+    bias, options = (fp32(experts), {"alpha": 1.7, "limit": 7.0, "up_offset": 1.0}) if biased else (None, {})
+    _, weights, slots = decode_experts.route(
+        fp32(tokens, experts), bias, counts, top_k, softmax=not biased, normalise=True, scale=1.0, dtype=BF16
+    )
+    up, down = [
+        (bf16(experts, *size), bf16(experts, size[0]) if biased else None)
+        for size in ((inner, hidden), (hidden, inner))
+    ]
+    average = tokens * top_k / experts
+    tiles = [decode_experts.tile_for(average, True), decode_experts.tile_for(average, False)]
+    features = decode_experts.products(rows, counts, slots, up, up, top_k, tiles[0], activation="silu", **options)
+    outputs = decode_experts.products(features, counts, slots, None, down, 1, tiles[1])
+    decode_experts.merge(rows, outputs, weights, rows if biased else None, counts)
 
 
 def call_decode_linear(rank: int | None = None, width: int = 4096) -> None:
@@ -234,9 +273,7 @@ def call_adamw(eight_bits: bool, dtype: torch.dtype, split: bool) -> None:
 
 def call_head_rows() -> None:
     rows = TokenRows(integers(TOKENS), fp32(TOKENS), None)
-    linear_logprobs_rows.select(
-        rows.targets, 1.0, 1.0, ignore_index=-100, allowed=(0, 8192), vocab_start=0, dtype=FP32, target_count=None
-    )
+    linear_logprobs_rows.select(rows.targets, 1.0, 1.0, SelectionRule(-100, (0, 8192), 0, FP32, None))
     products = fp32(TOKENS, 8192)
     slab = Slab(
         products=products, rows=rows, bias=None, hidden=products, weight=products, row_range=slice(0, TOKENS),
@@ -288,6 +325,7 @@ CALLS = (
     Call("grouped_wgrad", "2048", call_grouped_wgrad),
     Call("fp8_quantize", "24576", call_fp8),
     Call("convolve", "10240", call_convolution),
+    Call("recurrent_step", "10240", call_recurrent_step),
     ssd_call(64, 128),
     ssd_call(128, 128),
     ssd_call(64, 256),
@@ -304,6 +342,10 @@ CALLS = (
     Call("attend_pages_fp8", "128", partial(call_paged_attention, fp8=True)),
     Call("attend_pages_fp8", "two tokens of a row", partial(call_paged_attention, fp8=True, tokens=2)),
     Call("attend_pages_fp8", "256, fp32", partial(call_paged_attention, 256, dtype=FP32, fp8=True)),
+    Call("attend_latent_pages", "16 heads", call_latent_attention),
+    Call("attend_latent_pages", "two tokens of a row", partial(call_latent_attention, tokens=2)),
+    Call("attend_latent_pages", "128 heads", partial(call_latent_attention, 128)),
+    Call("attend_latent_pages", "128, fp32", partial(call_latent_attention, size=128, dtype=FP32)),
     Call("invariant_linear", "16 rows", partial(call_invariant_linear, 16)),
     Call("invariant_linear", "128 rows", partial(call_invariant_linear, 128)),
     Call("invariant_linear", "8192 rows", partial(call_invariant_linear, 8192)),
@@ -311,6 +353,9 @@ CALLS = (
     Call("invariant_attention", "128", call_invariant_attention),
     Call("invariant_attention", "256", partial(call_invariant_attention, 256)),
     Call("invariant_attention", "128, fp32", partial(call_invariant_attention, dtype=FP32)),
+    Call("decode_experts", "16 rows", partial(call_decode_experts, 16, False)),
+    Call("decode_experts", "32 rows", partial(call_decode_experts, 32, True)),
+    Call("decode_experts", "128 rows", partial(call_decode_experts, 128, True)),
     Call("decode_linear", "4096", call_decode_linear),
     Call("decode_linear", "1024, narrow tiles", partial(call_decode_linear, width=1024)),
     Call("decode_linear", "rank 64", partial(call_decode_linear, 64)),

@@ -18,7 +18,7 @@ from tests.ops.cross_compile import CALLS, Call, launched_kernels, launches_on
 ARCHITECTURES = ("L40S", "A100", "H200", "B200")  # one GPU of each, that with the least shared memory first
 TENSOR_MEMORY = 512  # columns of a multiprocessor, on Blackwell
 LONG = (  # calls that compile for long
-    *("ssd", "192 and 128", "rank 256", "attention ", "attention_softcap", "256, fp32"),
+    *("ssd", "192 and 128", "rank 256", "attention ", "attention_softcap", "256, fp32", "latent"),
     *("attend_pages_fp8", "two tokens", "sample_next", "rank 64", "narrow tiles"),
 )
 

@@ -6,7 +6,16 @@ from tests.ops import block_fp8_checks
 from tests.ops.kernel_checks import interpret_checks, run_checks
 
 CHECKS = ("adamw", "attention", "block_fp8", "decode_linear", "elementwise", "expert", "fp8", "gated_delta", "paged")
-MORE_CHECKS = ("invariant", "linear_logprobs", "scan", "triton", "../generate/sampler")
+MORE_CHECKS = (
+    "decode_experts",
+    "invariant",
+    "latent",
+    "linear_logprobs",
+    "recurrent_step",
+    "scan",
+    "triton",
+    "../generate/sampler",
+)
 # Each selection compiles many kernels: in processes of their own, they can run at the same time.
 SELECTIONS = {
     "paged": [

@@ -146,7 +146,7 @@ def test_decode_steps_from_last_states_equal_the_full_sequence(dtype) -> None:
     assert states.dtype == wide
     for t in range(7, 20):
         token = slice(t, t + 1)
-        y, states = ssd_step(x[token], dt[token], A, B[token], C[token], D, states)
+        y = ssd_step(x[token], dt[token], A, B[token], C[token], D, states)
         assert y.dtype == dtype
         assert_equal(y, full_output[token], f"token {t}", 2**-8 if dtype == torch.bfloat16 else 1e-13)
     assert_equal(states, last, "states", 1e-6 if dtype == torch.bfloat16 else 1e-13)

@@ -13,7 +13,15 @@ from postlude.ops.kernels import linear_logprobs_fused as fused_kernels
 from postlude.ops.kernels import linear_logprobs_quantized as quantized
 from postlude.ops.kernels import linear_logprobs_rows as triton_epilogue
 from postlude.ops.linear_logprobs import linear_logprobs, torch_epilogue
-from postlude.ops.linear_logprobs.statistics import LOWEST, TARGET, Slab, TokenRows, Upstream, empty_state
+from postlude.ops.linear_logprobs.statistics import (
+    LOWEST,
+    TARGET,
+    SelectionRule,
+    Slab,
+    TokenRows,
+    Upstream,
+    empty_state,
+)
 from postlude.ops.linear_objective import linear_objective
 from tests.ops.dense_head import Operands, assert_close, assert_same_head
 
@@ -109,9 +117,9 @@ def test_target_selection_equals_torch(tokens: int, per_token: bool) -> None:
     targets = torch.randint(-3, 40, (tokens,), generator=generator).to(DEVICE)
     temperature = torch.randint(-1, 9, (2 * tokens,), generator=generator).to(DEVICE, torch.float32)[::2]
     arguments = (targets, temperature if per_token else 0.7, 1.3)
-    options = {"ignore_index": 7, "allowed": (2, 33), "vocab_start": 2, "dtype": torch.float32, "target_count": None}
+    rule = SelectionRule(7, (2, 33), 2, torch.float32, None)
     triton_selection, torch_selection = (
-        module.select(*arguments, **options) for module in (triton_epilogue, torch_epilogue)
+        module.select(*arguments, rule) for module in (triton_epilogue, torch_epilogue)
     )
     assert triton_selection.counts.tolist() == torch_selection.counts.tolist()
     selected = slice(0, int(triton_selection.counts[0]))
@@ -132,15 +140,9 @@ def test_a_target_count_is_checked_on_the_device(target_count: int, wrong: str |
         targets[2] = 50
     if wrong == "cold":
         temperature[3] = 0
-    options = {
-        "ignore_index": 7,
-        "allowed": (2, 33),
-        "vocab_start": 2,
-        "dtype": torch.float32,
-        "target_count": target_count,
-    }
     for module in (triton_epilogue, torch_epilogue):
-        selection = module.select(targets, temperature, 1.3, **options)
+        rule = SelectionRule(7, (2, 33), 2, torch.float32, target_count)
+        selection = module.select(targets, temperature, 1.3, rule)
         is_valid = wrong is None and target_count == 4
         assert bool(selection.wrong_count) != is_valid
         assert selection.factor[:target_count].isnan().tolist() == [not is_valid] * target_count
@@ -279,11 +281,7 @@ def test_target_outside_the_vocabulary_is_not_written(monkeypatch: pytest.Monkey
     selection = triton_epilogue.select(
         torch.tensor([5, 17, vocabulary + 3, 9], device=DEVICE),
         *(1.0, 1.0),
-        ignore_index=-100,
-        allowed=(0, vocabulary),
-        vocab_start=0,
-        dtype=torch.float32,
-        target_count=count,
+        SelectionRule(-100, (0, vocabulary), 0, torch.float32, count),
     )
     monkeypatch.undo()
     assert selection.wrong_count

@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from postlude import AdamW, pack
-from postlude.hf.lora_targets import adapter_configs
+from postlude.hf.linear_layers import adapter_configs
 from postlude.hf.read_model import read_model
 from postlude.layout import Layout, Stage
 from postlude.lora import LoRA

@@ -1,4 +1,4 @@
-"""Writes the types of the recipe functions' keywords, from the classes of their configs.
+"""Writes what is made of the classes of configs: the types of the recipe functions' keywords, and the stored schemas.
 
     python -m tests.recipes.keyword_types
 
@@ -8,6 +8,7 @@ by the subclasses only.
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Mapping
 from dataclasses import fields as dataclass_fields
@@ -19,7 +20,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic import BaseModel
 
 from postlude.recipes import __all__ as public
-from postlude.recipes.config.schema import KIND, InputPath, TaggedUnion
+from postlude.recipes.config.keys import KIND, STORED_SCHEMAS
+from postlude.recipes.config.schema import InputPath, TaggedUnion, json_schema
 from postlude.recipes.registry import RECIPES
 
 LONG = 100  # of the text of sections
@@ -172,5 +174,26 @@ def source() -> str:
     return f"{HEADER}{sections.source()}\n{''.join(calls)}"
 
 
+def stored_schemas() -> str:
+    """Returns the file of the JSON Schemas, a line for each key. Sections that recipes have alike are in it once."""
+    schemas = {recipe: json_schema(RECIPES[recipe].config) for recipe in RECIPES}
+    shared: dict[str, Any] = {}
+    for full_schema in schemas.values():
+        definitions = full_schema["$defs"]
+        full_schema["$defs"] = {
+            name: node for name, node in definitions.items() if shared.setdefault(name, node) != node
+        }
+    return _json({"$defs": shared, **schemas}) + "\n"
+
+
+def _json(value: Any, key: str = "") -> str:
+    """Returns JSON with a line for each section and for each key of one."""
+    if isinstance(value, dict) and (key in ("", "$defs", "properties") or "properties" in value or "$defs" in value):
+        items = [f"{json.dumps(name)}: {_json(item, name)}" for name, item in value.items()]
+        return "{\n" + ",\n".join(items) + "\n}"
+    return json.dumps(value, ensure_ascii=False)
+
+
 if __name__ == "__main__":
     FILE.write_text(source())
+    STORED_SCHEMAS.write_text(stored_schemas(), "utf-8")

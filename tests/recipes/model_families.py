@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from postlude.hf.builtin import BYTE_VOCABULARY, END
-from postlude.hf.tokenizer import byte_tokenizer
+from postlude.hf.load import byte_tokenizer
 from postlude.recipes.config.packaged import DIRECTORY as PACKAGED
 from tests.hf.families import randomise
 

@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -16,7 +17,7 @@ from postlude.recipes import RunResult, evaluate, sft
 from postlude.recipes import api as start
 from postlude.recipes.config.raw import ConfigError
 from postlude.recipes.registry import RECIPES
-from postlude.recipes.run.directory import read_config, read_metrics
+from postlude.recipes.run.files import read_config, read_metrics
 from tests.recipes import keyword_types
 from tests.test_start import imported
 
@@ -96,9 +97,9 @@ def test_functions_and_classes_from_python_are_named_by_their_file() -> None:
 
 
 def test_importing_a_recipe_module_does_not_shadow_its_function() -> None:
-    for name in ("sft", "dpo", "grpo", "distill"):
+    for name in ("kto", "ppo", "grpo", "distill"):
         module = importlib.import_module(f"postlude.recipes.{name}")
-        assert hasattr(module, "checks")
+        assert hasattr(module, "Check")
         assert getattr(recipes, name) is getattr(start, name)
 
 
@@ -109,3 +110,15 @@ def test_types_of_the_keywords_are_those_of_the_configs() -> None:
 
 def test_importing_recipes_needs_no_torch() -> None:
     assert not imported("from postlude.recipes import grpo") & {"torch", "transformers", "numpy"}
+
+
+def test_a_result_is_one_line_of_text_and_a_picture_of_its_curves(tmp_path: Path, rows: Path) -> None:
+    result = sft(data={"path": rows}, run=tmp_path / "<run>", held_out={"rows": 2}, **SMALL | {"steps": 3})
+    assert repr(result) == f"{tmp_path / '<run>'}: finished after 3 steps"
+    picture = ElementTree.fromstring(result._repr_svg_())
+    texts = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts[0] == repr(result)
+    assert "Loss" in texts
+    curves = [element.get("points", "").split() for element in picture.iter("{http://www.w3.org/2000/svg}polyline")]
+    assert 1 < len(curves) <= 6
+    assert {len(points) for points in curves} == {2, 3}, "held-out values before and after, others of each step"

@@ -19,23 +19,24 @@ from postlude.data.turn_encoding import turn_ends
 from postlude.generate.distributed import ReplicatedGenerator
 from postlude.generate.protocol import Completion, FinishedCompletion, Request, VersionSpan
 from postlude.generate.sampling_params import SamplingParams
-from postlude.hf.load import load_model
-from postlude.hf.tokenizer import byte_tokenizer
+from postlude.hf.load import byte_tokenizer, load_model
 from postlude.recipes.config.load import ConfigError
 from postlude.recipes.config.settings import SamplingSettings
 from postlude.recipes.grpo import GRPOTrainer
+from postlude.recipes.rollouts.prompts import PromptEncoding
 from postlude.recipes.rollouts.queue import RolloutQueue, policy_lag
 from postlude.recipes.rollouts.sampler import RolloutSampler
 from postlude.recipes.row_sources import OrderedRows, StepSizes
-from postlude.recipes.run.directory import read_metrics
+from postlude.recipes.run.files import read_metrics
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.schedule import StepTimer
 from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.recipes.training_run import run_training
 from postlude.rollout.async_environment import AsyncEnvironment
-from postlude.rollout.conversations import Trajectory, combine_seeds
+from postlude.rollout.conversations import Trajectory
 from postlude.rollout.environments import SingleTurn, Transcript
 from postlude.rollout.function_reward import FunctionReward
+from postlude.rollout.model_calls import combine_seeds
 from postlude.rollout.tasks import Task
 from postlude.world.agreement import Rank0Controller
 from tests.conftest import Ranks
@@ -111,9 +112,7 @@ class QueueUser:
         self.rollout_sampler = RolloutSampler(
             self.engine,
             self.environment,
-            byte_tokenizer(),
-            SamplingSettings(max_new_tokens=2),
-            limit=SequenceLimit(64),
+            PromptEncoding(byte_tokenizer(), SamplingSettings(max_new_tokens=2), SequenceLimit(64)),
             seed=3,
             timer=StepTimer(),
             background=staleness > 0,
@@ -236,9 +235,7 @@ def test_close_releases_the_episodes_in_progress(background: bool) -> None:
     rollouts = RolloutSampler(
         engine,
         environment,
-        byte_tokenizer(),
-        SamplingSettings(max_new_tokens=2),
-        limit=SequenceLimit(64),
+        PromptEncoding(byte_tokenizer(), SamplingSettings(max_new_tokens=2), SequenceLimit(64)),
         seed=3,
         timer=StepTimer(),
         background=background,
@@ -260,9 +257,7 @@ def test_requests_name_the_tokens_that_end_a_turn() -> None:
         rollouts = RolloutSampler(
             DelayedEngine(lambda: 0.0),
             environment,
-            tokenizer,
-            settings,
-            limit=SequenceLimit(64),
+            PromptEncoding(tokenizer, settings, SequenceLimit(64)),
             seed=3,
             timer=StepTimer(),
         )
@@ -272,7 +267,7 @@ def test_requests_name_the_tokens_that_end_a_turn() -> None:
 def test_policy_lag_is_the_mean_age_of_the_weights_that_sampled() -> None:
     def trajectory_of(*spans: VersionSpan) -> Trajectory:
         completion = Completion([1] * 8, [0.0] * 8, [0.0] * 8, "stop", versions=spans)
-        return Trajectory(Task("", {}), 0, Transcript([1]), [completion])
+        return Trajectory(Task("", {}), 0, (Transcript([1]),), [completion])
 
     trajectories = [
         trajectory_of(VersionSpan("a.4", 0, 6), VersionSpan("a.5", 6, 8)),
@@ -304,7 +299,7 @@ def queue_and_plain_loop(group: Any) -> list[Any]:
             trajectories = run.queue.take(PROMPTS, step)
             results.append(
                 [
-                    (trajectory.task.name, trajectory.completions[0].tokens, trajectory.transcript.logprobs)
+                    (trajectory.task.name, trajectory.completions[0].tokens, trajectory.transcripts[0].logprobs)
                     for trajectory in trajectories
                 ]
             )

@@ -330,7 +330,9 @@ BAD = [
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+    """Returns what a folder holds, without the bytecode of imported files."""
+    paths = [path for path in folder.rglob("*") if "__pycache__" not in path.parts]
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
 
 
 @pytest.fixture(scope="module")

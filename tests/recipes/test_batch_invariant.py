@@ -17,7 +17,8 @@ from postlude.recipes import evaluation
 from postlude.recipes.checks.preflight import LaunchInfo, PreflightError, PreflightInputs, preflight
 from postlude.recipes.config.load import ConfigError, load
 from postlude.recipes.config.recipe_configs import EvalConfig
-from postlude.recipes.grpo import GRPOConfig, checks, run
+from postlude.recipes.grpo import GRPOConfig, GRPOTrainer
+from postlude.recipes.registry import RECIPES
 from postlude.recipes.run.runtime import LOCAL_RUNTIME
 from postlude.recipes.sequence_limit import SequenceLimit
 from tests.conftest import Ranks
@@ -60,7 +61,7 @@ def mismatch(directory: Path, model: Path | str, device: str, *overrides: str) -
     """Returns the metrics of a run's steps."""
     config = config_of(directory, "--model", str(model), "--dtype", "bfloat16", *overrides)
     with started(device=device):
-        run(config, device)
+        RECIPES["grpo"].run(config, device)
     rows = [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["grad_norm"] > 0.0, "the weights of the second step are others"
     return [row for row in rows if "rollout_kl" in row]
@@ -81,7 +82,7 @@ def test_in_bfloat16_rollout_kl_is_exactly_zero(
 
 def trained(group: Any, directory: str, *overrides: str) -> list[float]:
     config = load(GRPOConfig, Path(directory) / "grpo.yaml", ["--run", f"{directory}/run", *overrides])
-    run(config)
+    RECIPES["grpo"].run(config)
     rows = [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
     return [row["rollout_kl"] for row in rows if "rollout_kl" in row]
 
@@ -118,7 +119,7 @@ def test_preflight_refuses_options_that_depend_on_the_batch(
     config = config_of(tmp_path, *overrides)
     ranks = config.layout.world_size
     with pytest.raises(PreflightError, match="batch_invariant") as raised:
-        preflight(checks(PreflightInputs(config, LaunchInfo(ranks=ranks))))
+        preflight(GRPOTrainer.checks(PreflightInputs(config, LaunchInfo(ranks=ranks))))
     assert reason in str(raised.value)
 
 

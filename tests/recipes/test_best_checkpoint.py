@@ -14,7 +14,8 @@ from postlude.recipes.config.load import ConfigError, load
 from postlude.recipes.export import BestCheckpoint
 from postlude.recipes.registry import RECIPES
 from postlude.recipes.report.summary import read_summary, summary_lines
-from postlude.recipes.run.directory import open_run, read_record
+from postlude.recipes.run.directory import open_run
+from postlude.recipes.run.files import read_record
 from postlude.recipes.run.start_mode import StartMode
 from tests.conftest import Ranks
 

@@ -16,7 +16,7 @@ import pytest
 from postlude.cli import main
 from postlude.recipes import evaluate, grpo, sft
 from postlude.recipes.config.raw import ConfigError
-from postlude.recipes.run.directory import read_config, read_metrics
+from postlude.recipes.run.files import read_config, read_metrics
 from postlude.rollout.function_reward import FunctionReward
 from postlude.user_code import CallFunction, UserCodeError
 
@@ -55,6 +55,7 @@ def test_closure_is_a_reward_and_the_same_call_continues_the_run(
         grpo(**policy(run, length_reward(4), steps=3))
     assert "--" not in str(refused.value)
     assert "file " not in str(refused.value)
+    capsys.readouterr()
     assert main(["grpo", str(run / "config.yaml"), "--steps=3"]) == 2
     error = capsys.readouterr().err
     assert "call:reward is a function that a call from Python was given" in error
@@ -80,6 +81,8 @@ def test_rows_of_any_kind_are_those_of_a_file(tmp_path: Path) -> None:
         "list": ROWS,
         "generator": (row for row in ROWS),
         "path": {"path": tuple(ROWS)},
+        "text": str(file),
+        "path of a file": file,
         "dataset": Dataset(),
         "table": Table(),
     }.items():

@@ -13,9 +13,8 @@ from postlude.cli import main
 from postlude.data.chat import Encoder
 from postlude.data.chat_template import PLAIN_TEMPLATE
 from postlude.hf.export import export_hf
-from postlude.hf.load import load_model, load_tokenizer
-from postlude.hf.tokenizer import CHAT_TEMPLATE
-from postlude.recipes.chat_template import prepare_chat
+from postlude.hf.load import CHAT_TEMPLATE, load_model, load_tokenizer
+from postlude.recipes.dataset import prepare_chat
 from tests.commands import run_command
 
 ENDLESS = CHAT_TEMPLATE.replace("<|im_end|>", "")

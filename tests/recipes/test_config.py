@@ -19,8 +19,9 @@ from pydantic import Field, create_model, model_validator
 from postlude.layout import Layout
 from postlude.objectives import SFT, Distill, PolicyGradient, Preference, ReferenceKL, RolloutCorrection
 from postlude.optimizer import SGD, AdamW
+from postlude.recipes.config.help import describe
 from postlude.recipes.config.load import ConfigError, load, to_yaml
-from postlude.recipes.config.schema import Settings, TaggedUnion, describe, options
+from postlude.recipes.config.schema import Settings, TaggedUnion, options
 
 
 class ReasoningGym(Settings):
@@ -305,6 +306,7 @@ MODEL = "model: tiny\nenvironment: {kind: jsonl, path: a}\n"  # two lines; the t
         ("optimizer:\n  lrr: 1", 'config key "optimizer.lrr" is unknown for adamw in FILE line 4; did you mean "optimizer.lr"?'),
         ("optimizer: {kind: sgd, eps: 1}", 'config key "optimizer.eps" is unknown for sgd in FILE line 3; it is a key of adamw: set optimizer.kind.'),
         ("every: 3", 'config key "every" is unknown in FILE line 3; did you mean "evaluation.every"?'),
+        ("rollout: {count: 2}", 'config key "rollout" is unknown in FILE line 3; it is a key of grpo, ppo, eval.'),
         ("optimizer.lr: 3", 'config key "optimizer.lr" is unknown in FILE line 3; write what follows a dot on a line of its own, indented.'),
         ("? [a]\n: 3", 'config key "?" is unknown in FILE line 3; the keys there are seed, model, steps, name, resume, directory, dtype, recompute, world, stop, betas, tags, mixture, optimizer, objective, environment, held_out, evaluation, layout, extra.'),
         ("steps: many", 'config key "steps" is "many" in FILE line 3; give a whole number.'),
@@ -443,7 +445,7 @@ def test_error_names_a_field_without_help() -> None:
 
 
 def test_help_names_every_option_with_type_default_and_help() -> None:
-    printed = describe(Run)
+    printed = describe(options(Run))
     for name in Run.model_fields:
         assert f"--{name}: " in printed
     for lines in (
@@ -467,13 +469,13 @@ def test_help_names_every_option_with_type_default_and_help() -> None:
 
 def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert max(map(len, describe(Run).splitlines())) < 80
+    assert max(map(len, describe(options(Run)).splitlines())) < 80
 
 
 @pytest.mark.parametrize("part", [AdamW, SGD, Layout, PolicyGradient, Preference, SFT, Distill])
 def test_every_library_dataclass_can_be_a_section(part: Any, tmp_path: Path) -> None:
     Config = create_model("Config", __base__=Settings, part=(part, part()))
-    assert describe(Config)
+    assert describe(options(Config))
     assert load(Config, written(to_yaml(Config()), tmp_path)) == Config()
 
 
@@ -482,4 +484,4 @@ def test_union_sections_without_a_tag_are_refused() -> None:
         value: AdamW | SGD = AdamW()
 
     with pytest.raises(TypeError, match="one of AdamW, SGD; name them by TaggedUnion"):
-        describe(Untagged)
+        describe(options(Untagged))

@@ -41,44 +41,52 @@ def test_the_default_learning_rate_fits_the_recipe(command: str, lr: float) -> N
         assert load(RECIPES[command].config, None, [*needed, *words]).optimizer.lr == lr
 
 
-def required_by_kinds() -> list[tuple[str, str, str, str]]:
-    """Returns (recipe, section, kind, key) of every key that its section's kind requires."""
+def required_by_kinds(recipe: str) -> list[tuple[str, str, str]]:
+    """Returns (section, kind, key) of every key that its section's kind requires."""
     required = []
-    for recipe in RECIPES:
-        for option in options(RECIPES[recipe].config):
-            section, _, key = option.path.rpartition(".")
-            named = "*" in section or section == "objective.kl"  # by the user, or has no kinds itself
-            if option.kind and option.default is MISSING and not named:
-                required.append((recipe, section, option.kind, key))
+    for option in options(RECIPES[recipe].config):
+        section, _, key = option.path.rpartition(".")
+        named = "*" in section or section == "objective.kl"  # by the user, or has no kinds itself
+        named |= option.path.endswith("environment.sandbox.kind")  # the sandbox is given by its kind
+        if option.kind and option.default is MISSING and not named:
+            required.append((section, option.kind, key))
     return required
 
 
-@pytest.mark.parametrize(("recipe", "section", "kind", "key"), required_by_kinds())
-def test_error_names_a_missing_key_of_a_section_kind(
-    recipe: str, section: str, kind: str, key: str, tmp_path: Path
-) -> None:
-    values = {"max_turns": "2", "tools": "[a.py:b]"}
-    siblings = [entry[3] for entry in required_by_kinds() if entry[:3] == (recipe, section, kind) and entry[3] != key]
-    overrides = [
-        f"--{section}.kind={kind}",
-        *(f"--{section}.{sibling}={values.get(sibling, 'a.py:b')}" for sibling in siblings),
-    ]
-    paths = {recipe: ["--data.path=x"] for recipe in ("sft", "dpo", "kto", "rm") if section != "data"}
-    overrides += {**paths, "distill": ["--teacher=x"]}.get(recipe, [])
-    with pytest.raises(ConfigError) as error:
-        load(RECIPES[recipe].config, None, overrides)
-    assert str(error.value).startswith(f'config key "{section}.{key}" is missing on the command line; give ')
-    assert str(error.value).endswith(f" there or as --{section}.{key}.")
-    file = tmp_path / "config.yaml"
-    file.write_text("seed: 1\n" + "{}{}: {{kind: {}}}\n".format(*_indented(section), kind))
-    with pytest.raises(ConfigError) as error:
-        load(RECIPES[recipe].config, file, overrides[1:])
-    assert f'"{section}.{key}" is missing in {file} line ' in str(error.value)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_error_names_a_missing_key_of_a_section_kind(recipe: str, tmp_path: Path) -> None:
+    values, file = {"max_turns": "2", "tools": "[a.py:b]"}, tmp_path / "config.yaml"
+    required = required_by_kinds(recipe)
+    for section, kind, key in required:
+        siblings = [sibling for *where, sibling in required if where == [section, kind] and sibling != key]
+        environment = section.removesuffix(".sandbox")
+        agent = [f"--{environment}.kind=agent", f"--{environment}.path=x", f"--{environment}.command=[x]"]
+        overrides = [
+            f"--{section}.kind={kind}",
+            *(agent if environment != section else []),
+            *(f"--{section}.{sibling}={values.get(sibling, 'a.py:b')}" for sibling in siblings),
+        ]
+        paths = {recipe: ["--data.path=x"] for recipe in ("sft", "dpo", "kto", "rm") if section != "data"}
+        overrides += {**paths, "distill": ["--teacher=x"]}.get(recipe, [])
+        with pytest.raises(ConfigError) as error:
+            load(RECIPES[recipe].config, None, overrides)
+        assert str(error.value).startswith(f'config key "{section}.{key}" is missing on the command line; give ')
+        assert str(error.value).endswith(f" there or as --{section}.{key}.")
+        file.write_text("seed: 1\n" + "{}{}: {{kind: {}}}\n".format(*_indented(section), kind))
+        with pytest.raises(ConfigError) as error:
+            load(RECIPES[recipe].config, file, overrides[1:])
+        assert f'"{section}.{key}" is missing in {file} line ' in str(error.value)
 
 
 def _indented(section: str) -> tuple[str, str]:
-    outer, dot, name = section.rpartition(".")
-    return (f"{outer}:\n  kind: on_policy\n  " if dot else ""), name
+    """Returns the lines of YAML before a section, and its name."""
+    *outer, name = section.split(".")
+    kinds = {"environment": "agent"}
+    lines = (
+        f"{part}:\n{'  ' * depth}kind: {kinds.get(part, 'on_policy')}\n{'  ' * depth}"
+        for depth, part in enumerate(outer, 1)
+    )
+    return "".join(lines), name
 
 
 PLACES = [
@@ -238,6 +246,7 @@ def test_json_schema_describes_every_option() -> None:
         "type": "integer",
         "exclusiveMinimum": 0,
         "default": 32,
+        "x-common": True,
     }
     assert schema["$defs"]["SGD"]["properties"]["kind"] == {"const": "sgd"}
     assert schema["properties"]["environment"]["default"]["kind"] == "reasoning_gym"

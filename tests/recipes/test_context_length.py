@@ -80,7 +80,7 @@ def test_generator_and_server_have_the_context_of_the_model(capsys: pytest.Captu
     assert Generator(model, context_length=3000).max_length == 3000
     assert Generator(model, context_length=3000, max_batch_tokens=100).max_length == 100
     server = GenerationServer(Generator(model), "tiny", "default")
-    (described,) = server._get_models()["data"]
+    (described,) = server._models()
     assert described["max_model_len"] == 2048
     assert main(["generate", "tiny-dense", "--plain", "--prompt", LONG, "--max-new-tokens", "1"]) != 0
     assert "context_length is 2048" in capsys.readouterr().err

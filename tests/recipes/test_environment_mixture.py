@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from postlude.data.datasets import RowOrder
-from postlude.hf.tokenizer import byte_tokenizer
+from postlude.hf.load import byte_tokenizer
 from postlude.recipes.checks.preflight import LaunchInfo, PreflightError, PreflightInputs, preflight
 from postlude.recipes.config.load import ConfigError, load
 from postlude.recipes.config.policy_configs import GRPOConfig, PPOConfig
 from postlude.recipes.config.settings import SamplingSettings
-from postlude.recipes.grpo import GRPOTrainer, checks
+from postlude.recipes.grpo import GRPOTrainer
 from postlude.recipes.ppo import PPOTrainer
+from postlude.recipes.rollouts.prompts import PromptEncoding
 from postlude.recipes.rollouts.queue import RolloutQueue
 from postlude.recipes.rollouts.sampler import RolloutSampler
 from postlude.recipes.row_sources import MixedRows, OrderedRows, StepSizes
@@ -76,7 +77,7 @@ def content_of(task: Task) -> Any:
 def train(group: Any, directory: str) -> tuple[Any, ...]:
     place = Path(directory)
     config = config_of(place, "run")
-    findings = preflight(checks(PreflightInputs(config, LaunchInfo())))
+    findings = preflight(GRPOTrainer.checks(PreflightInputs(config, LaunchInfo())))
     trainer = GRPOTrainer(config, "cpu")
     order = [
         (trainer.tasks[index].environment, content_of(trainer.tasks[index])) for index in trainer.task_sampler.take(36)
@@ -136,9 +137,7 @@ def test_asynchronous_rollouts_of_a_mixture_keep_their_environments() -> None:
     sampler = RolloutSampler(
         DelayedEngine(),  # type: ignore[arg-type]
         environments,
-        byte_tokenizer(),
-        SamplingSettings(max_new_tokens=2),
-        limit=SequenceLimit(64),
+        PromptEncoding(byte_tokenizer(), SamplingSettings(max_new_tokens=2), SequenceLimit(64)),
         seed=3,
         timer=StepTimer(),
         background=True,
@@ -217,4 +216,4 @@ def test_a_weight_outside_of_a_list_is_refused(tmp_path: Path) -> None:
     config = config_of(tmp_path, "run")
     alone = config.model_copy(update={"environment": config.environment.environments[0]})
     with pytest.raises(PreflightError, match="weight is 2, but the environment is not in a list"):
-        preflight(checks(PreflightInputs(alone, LaunchInfo())))
+        preflight(GRPOTrainer.checks(PreflightInputs(alone, LaunchInfo())))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from statistics import mean
@@ -18,17 +20,20 @@ import torch.distributed as dist
 from postlude.data import Batch
 from postlude.generate.protocol import Completion
 from postlude.layout import Layout
+from postlude.objectives.advantages import grpo
 from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs, preflight
 from postlude.recipes.config.load import ConfigError, load
-from postlude.recipes.grpo import GRPOConfig, GRPOTrainer, checks, run
+from postlude.recipes.grpo import GRPOConfig, GRPOTrainer
 from postlude.recipes.references import prune_references, reference_name
+from postlude.recipes.registry import RECIPES
 from postlude.recipes.report.metrics import explain
 from postlude.recipes.report.summary import read_summary
 from postlude.recipes.rollout_columns import RolloutRows, overlong_fraction, routing_column
 from postlude.recipes.rollouts.evaluation_sets import evaluation_metrics
-from postlude.recipes.rollouts.sampler import LOGGED_SAMPLES, RolloutBatch
+from postlude.recipes.rollouts.sampler import RolloutBatch
+from postlude.recipes.rollouts.trajectory_log import LOGGED_SAMPLES
 from postlude.recipes.row_sources import StepSizes
-from postlude.recipes.run.directory import read_layers
+from postlude.recipes.run.files import read_layers, read_metrics
 from postlude.recipes.run.outcome import RunFailed, RunOutcome, read_outcome
 from postlude.recipes.training_run import run_training
 from postlude.rollout.conversations import Trajectory
@@ -78,7 +83,7 @@ def config_of(directory: Path, *overrides: str) -> GRPOConfig:
 
 def run_and_read_metrics(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]:
     config = config_of(Path(directory), *overrides)
-    run(config)
+    RECIPES["grpo"].run(config)
     return [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -108,15 +113,16 @@ def test_run_writes_metrics_samples_checkpoints_and_a_report(ranks: Ranks, tmp_p
     assert summary.model is not None
 
 
-def run_epochs(group: Any, directory: str, *epochs: str) -> str:
-    """Returns what the preflight says of the last of these runs, which continue each other."""
-    for number in epochs:
+def run_epochs(group: Any, directory: str, *words: str) -> str:
+    """Returns what the preflight says of the last of these runs, which continue each other. Options begin with --."""
+    options = [word for word in words if word.startswith("--")]
+    for number in (word for word in words if word not in options):
         config = config_of(
             Path(directory), "--evaluation={every: 0, tasks: 56}", "--warm_start.steps=0", "--prompts_per_step=3",
-            "--samples_per_prompt=2", "--export=false", "--save_completions=true", f"--epochs={number}",
+            "--samples_per_prompt=2", "--export=false", "--save_completions=true", f"--epochs={number}", *options,
         )  # fmt: skip
-        found = preflight(checks(PreflightInputs(config, LaunchInfo())))
-        run(config)
+        found = preflight(GRPOTrainer.checks(PreflightInputs(config, LaunchInfo())))
+        RECIPES["grpo"].run(config)
     return found["epochs"]
 
 
@@ -125,15 +131,33 @@ def test_epochs_are_passes_over_the_tasks(ranks: Ranks, tmp_path: Path) -> None:
     """Of eight tasks: the last step has the one that is left, also in a run that is continued."""
     parquet = pytest.importorskip("pyarrow.parquet")
     tables = []
-    for name, epochs in (("whole", ["2"]), ("parts", ["1.5", "2"])):
+    for name, epochs in (("whole", ["2"]), ("parts", ["1.5", "2"]), ("short", ["1", "2"])):
         (tmp_path / name).mkdir()
         assert ranks(1, run_epochs, str(tmp_path / name), *epochs) == ["6 steps for 2 × 8 tasks"]
         tables.append(parquet.read_table(tmp_path / name / "run" / "completions").to_pylist())
-    whole, parts = tables
+    whole, parts, short = tables
     assert whole == parts
     assert Counter(row["step"] for row in whole) == {1: 6, 2: 6, 3: 6, 4: 6, 5: 6, 6: 2}
     assert Counter(row["prompt"] for row in whole[:16]) == Counter({row["prompt"]: 2 for row in SUMS[:8]})
-    assert Counter(row["prompt"] for row in whole) == Counter({row["prompt"]: 4 for row in SUMS[:8]})
+    for table in (whole, short):
+        assert Counter(row["prompt"] for row in table) == Counter({row["prompt"]: 4 for row in SUMS[:8]})
+    assert Counter(row["step"] for row in short) == {1: 6, 2: 6, 3: 4, 4: 6, 5: 6, 6: 4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [(), ("1",)])
+def test_replaced_prompts_are_of_the_epochs(first: tuple[str, ...], ranks: Ranks, tmp_path: Path) -> None:
+    """Every reward is 0, so every group is replaced: the prompts are used up in fewer steps, each exactly twice."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    options = ("--dynamic_sampling=1", "--sampling.max_new_tokens=1")
+    (said,) = ranks(1, run_epochs, str(tmp_path), *first, "2", *options)
+    assert said == "at most 6 steps for 2 × 8 tasks"
+    table = parquet.read_table(tmp_path / "run" / "completions").to_pylist()
+    assert Counter(row["prompt"] for row in table) == Counter({row["prompt"]: 4 for row in SUMS[:8]})
+    taken = {1: 12, 2: 12, 3: 8} if not first else {1: 12, 2: 4, 3: 12, 4: 4}
+    assert Counter(row["step"] for row in table) == taken
+    assert read_outcome(tmp_path / "run") == RunOutcome("finished", len(taken))
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == list(taken)
 
 
 def run_that_fails_once(group: Any, directory: str) -> tuple[str, list[str], RunOutcome | None]:
@@ -149,7 +173,7 @@ def run_that_fails_once(group: Any, directory: str) -> tuple[str, list[str], Run
     with suppress(RunFailed):
         run_training(Failing(config, "cpu"))
     bad, page = read_summary(config.run).failure, (config.run / "report.html").read_text()
-    run(config)
+    RECIPES["grpo"].run(config)
     return bad, page.split(bad)[:1], read_outcome(config.run)
 
 
@@ -172,6 +196,7 @@ REPLAY = ("--model=tiny-moe", "--replay_routing=true")
 
 
 MOE = ("--model=tiny-moe",)
+MASKS = ("--sampling.top_k=20", "--sampling.top_p=0.9", "--objective.kl.coefficient=0.1", "--old_logprobs=recompute")
 
 
 @pytest.mark.slow
@@ -179,8 +204,10 @@ MOE = ("--model=tiny-moe",)
     ("settings", "layouts"),
     [
         pytest.param((), ("pp=2,vpp=2",), id=""),  # test_model_recipes.py has GRPO in the layouts of the recipes
-        pytest.param(MOE, ("dp_shard=2,ep=2",), id="experts"),
+        pytest.param(MOE, ("dp_shard=2,ep=2",), id="experts", marks=pytest.mark.thorough),
         pytest.param((), ("pp=2", "tp=2", "cp=2", "dp_shard=2", "pp=2,cp=2"), id="more", marks=pytest.mark.thorough),
+        pytest.param(MASKS, ("tp=2",), id="sampling masks"),
+        pytest.param(MASKS, ("pp=2", "cp=2", "dp_shard=2"), id="more masks", marks=pytest.mark.thorough),
         pytest.param(REPLAY, ("pp=2", "tp=2", "cp=2", "dp_shard=2"), id="replay", marks=pytest.mark.thorough),
     ],
 )
@@ -201,6 +228,8 @@ def test_every_layout_gives_the_same_losses(
             assert actual["loss"] == pytest.approx(expected["loss"], abs=1e-5, rel=1e-4), layout
             assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3), layout
             assert actual.get("rewards") == expected.get("rewards"), layout
+        if settings[-len(MASKS) :] == MASKS:
+            assert all(row["rollout_kl"] < 1e-9 and row["entropy"] < math.log(20) for row in actual_rows[1:])
         if settings[-1:] == MOE:  # before the first update all expert choices are equal
             first, second_layers = (read_layers(tmp_path / name / "run") for name in ("one", layout))
             assert first[0] == second_layers[0]
@@ -393,6 +422,7 @@ def test_multi_turn_environment(ranks: Ranks, tmp_path: Path) -> None:
         assert rows[-1]["reward_mean"] == reward
         assert rows[-1]["turns_mean"] == min(turns, 2)
         assert rows[-1]["length_mean"] <= 3 * min(turns, 2)
+        assert rows[-1]["reused_prompt_tokens"] > 0, "those of a group, at least"
     settings = (*REPLAY, "--environment.max_turns=3", "--old_logprobs=recompute", "--objective.kl.coefficient=0.1")
     (rows,) = ranks(1, run_and_read_metrics, str(tmp_path / "replayed"), *options, *settings)
     assert rows[-1]["turns_mean"] == 2
@@ -449,27 +479,44 @@ def make_trajectory(group: int, reward: float | None, *reasons: str) -> Trajecto
     """Returns a trajectory with one turn per finish reason. With reward=None its reward call failed."""
     score = Score(0.0, {"raised": 1.0}, "broken", excluded=True) if reward is None else Score(reward)
     turns = [Completion([2], [0.0], [0.0], reason) for reason in reasons or ("stop",)]  # type: ignore[arg-type]
-    trajectory = Trajectory(Task("p", {}, "task"), group, Transcript([1]), turns, score, done=True)
+    trajectory = Trajectory(Task("p", {}, "task"), group, (Transcript([1]),), turns, score, done=True)
     for turn in turns:
-        trajectory.transcript.add_completion(turn.tokens, turn.logprobs)
+        trajectory.transcripts[0].add_completion(turn.tokens, turn.logprobs)
     return trajectory
 
 
-def rollout_of(rounds: list[list[Trajectory]], **settings: Any) -> tuple[list[Batch], dict[str, Any]]:
+def rollout_of(
+    rounds: list[list[Trajectory]], carried: Sequence[Trajectory] = (), **settings: Any
+) -> tuple[list[Batch], dict[str, Any]]:
     """Returns the minibatches and metrics of a trainer that samples these trajectories, one list per round."""
     trainer, remaining = object.__new__(GRPOTrainer), iter(rounds)
     trainer.config = GRPOConfig(prompts_per_step=2, samples_per_prompt=3, run=Path("nowhere"), **settings)
     trainer.step, trainer.warm_start_steps, trainer.step_sizes = 0, 0, StepSizes(2, 2)
+    trainer.prompts_taken = 0
     trainer.queue, trainer.run, trainer.health, trainer.rollout_sampler, trainer.engine, trainer.tokenizer = (
         Mock() for _ in range(6)
     )
     trainer.queue.take = lambda count, step: next(remaining)
+    trainer.queue.take_carried = lambda step: list(carried)
     trainer.queue.take_metrics.return_value = trainer.rollout_sampler.take_metrics.return_value = {}
-    trainer.tokenizer.decode = str
+    trainer.tokenizer.decode = lambda tokens, **_: str(tokens)
     batch, mesh = trainer.sample_rollouts(), Mock()
     mesh.dp.rank = 0
-    minibatches, _ = trainer.add_advantages(RolloutRows(batch.minibatches, mesh, None))
+    minibatches, _ = trainer.add_advantages(RolloutRows(batch.minibatches, mesh, None, batch.rewards_before))
     return minibatches, batch.metrics
+
+
+def test_a_carried_completion_is_compared_with_all_of_its_group() -> None:
+    """Also with those that an earlier step trained on, but not with those whose reward failed."""
+    carried, alone = make_trajectory(2, 0.0), make_trajectory(3, 1.0)
+    carried.trained_before = (make_trajectory(0, 1.0), make_trajectory(0, None), make_trajectory(0, 1.0))
+    alone.trained_before = (make_trajectory(0, None), make_trajectory(0, None))
+    sampled = [make_trajectory(0, 1.0), make_trajectory(0, 0.0), make_trajectory(1, 0.5), make_trajectory(1, 0.0)]
+    (batch,), metrics_of_step = rollout_of([sampled], [carried, alone])
+    expected = [*grpo([1.0, 0.0], "aa"), *grpo([0.5, 0.0], "aa"), grpo([0.0, 1.0, 1.0], "aaa")[0]]
+    assert list(batch.columns["advantages"]) == pytest.approx([float(value) for value in expected])
+    assert metrics_of_step["rewards"] == [1.0, 0.0, 0.5, 0.0, 0.0, 1.0]
+    assert metrics_of_step["groups_trained"] == 1.0
 
 
 def test_completions_whose_reward_failed_are_excluded() -> None:
@@ -573,12 +620,10 @@ def test_ratio_max_is_the_maximum_over_minibatches(ranks: Ranks, tmp_path: Path)
 
 
 def test_completions_without_routing_cannot_be_replayed() -> None:
-    """Servers do not report the routing."""
-    trajectories = [Trajectory(Task("p", {}, "task"), 0, Transcript([1, 2])) for _ in range(2)]
-    trajectories[0].transcript.add_completion([3], [0.0], torch.zeros(3, 1, 1).short())
-    trajectories[1].transcript.add_completion([3], [0.0])
-    assert len(routing_column(trajectories[:1])) == 1
-    with pytest.raises(
-        ValueError, match=r"1 of 2 completions have none\. .* sample with Generator\(record_routing=True\)"
-    ):
-        routing_column(trajectories)
+    """Most servers do not report the routing."""
+    transcripts = [Transcript([1, 2]) for _ in range(2)]
+    transcripts[0].add_completion([3], [0.0], torch.zeros(3, 1, 1).short())
+    transcripts[1].add_completion([3], [0.0])
+    assert len(routing_column(transcripts[:1])) == 1
+    with pytest.raises(ValueError, match=r"1 of 2 completions have none\. .* sample with rollout: native or vllm"):
+        routing_column(transcripts)

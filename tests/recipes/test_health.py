@@ -39,7 +39,7 @@ def results(*rewards: float | str, samples: int = 2) -> list[Trajectory]:
     """Returns completions in groups of two; a text is the error of a failed reward."""
     scores = [Score(0.0, {}, reward) if isinstance(reward, str) else Score(reward) for reward in rewards]
     return [
-        Trajectory(Task("p", {}, "task"), place // samples, Transcript([1]), score=score)
+        Trajectory(Task("p", {}, "task"), place // samples, (Transcript([1]),), score=score)
         for place, score in enumerate(scores)
     ]
 
@@ -142,7 +142,7 @@ def test_zero_entropy_and_equal_rewards_give_warnings(
 
 def test_excluded_completions_do_not_hide_equal_rewards(caplog: pytest.LogCaptureFixture) -> None:
     watched, excluded = health(), Score(0.0, excluded=True)
-    lost = Trajectory(Task("p", {}, "task"), 0, Transcript([1]), score=excluded)
+    lost = Trajectory(Task("p", {}, "task"), 0, (Transcript([1]),), score=excluded)
     for step in (1, 2):
         watched.check_rewards([*results(1.0, 1.0), lost], step)
     assert "all completions of a prompt had the same reward" in caplog.text

@@ -13,10 +13,11 @@ from postlude.generate import distributed
 from postlude.generate.protocol import FinishedCompletion
 from postlude.objectives import Objective
 from postlude.recipes.grpo import GRPOTrainer
-from postlude.recipes.run.directory import RunDirectory, checkpoint_step, read_metrics
+from postlude.recipes.run.directory import RunDirectory, checkpoint_step
+from postlude.recipes.run.files import read_metrics
 from postlude.recipes.run.outcome import RunOutcome
 from postlude.recipes.run.signals import StopRequested
-from postlude.recipes.sft import SFTTrainer
+from postlude.recipes.supervised import SFTTrainer
 from postlude.recipes.trainer import StepMetrics
 from postlude.recipes.training_run import run_training
 from postlude.serving.errors import ServerError

@@ -18,7 +18,8 @@ import pytest
 from safetensors.torch import load_file
 
 from postlude.recipes.config.load import load
-from postlude.recipes.grpo import GRPOConfig, run
+from postlude.recipes.grpo import GRPOConfig
+from postlude.recipes.registry import RECIPES
 from postlude.recipes.run.outcome import RunOutcome
 from tests.commands import run_command
 from tests.conftest import PATIENCE, Ranks
@@ -70,7 +71,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def run_in_process(group: Any, place: str, name: str, *overrides: str) -> RunOutcome:
-    return run(load(GRPOConfig, Path(place, "small.yaml"), ["--run", f"{place}/{name}", *overrides]))
+    return RECIPES["grpo"].run(load(GRPOConfig, Path(place, "small.yaml"), ["--run", f"{place}/{name}", *overrides]))
 
 
 def run_command_to_end(place: Path, *overrides: str) -> subprocess.CompletedProcess[str]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
+import math
+import re
 import sqlite3
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +21,10 @@ from postlude.checks import USER_ERRORS
 from postlude.recipes.config.load import load
 from postlude.recipes.config.recipe_configs import SFTConfig
 from postlude.recipes.run import loggers
-from postlude.recipes.run.directory import open_run, read_metrics
-from postlude.recipes.run.loggers import LOGGERS, LoggerKind, RunInfo, check_loggers, parse_logger
+from postlude.recipes.run.completion_tables import LoggedTurn
+from postlude.recipes.run.directory import Sample, open_run
+from postlude.recipes.run.files import read_metrics, read_samples
+from postlude.recipes.run.loggers import COLUMNS, LOGGERS, TABLE_ROWS, LoggerKind, RunInfo, check_loggers, parse_logger
 
 CONFIG = {"model": "tiny-dense", "optimizer": {"lr": 1e-6, "betas": [0.9, 0.95]}, "steps": 10}
 
@@ -149,6 +155,126 @@ def test_tensorboard_drops_repeated_steps(tmp_path: Path) -> None:
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
     assert [event.step for event in events.Scalars("loss")] == list(range(1, 9))
     assert [event.step for event in events.Histograms("rewards")] == list(range(1, 9))
+
+
+class Client:
+    """Stands for the client of every tracker: it refuses the names that the real one forbids."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[int, dict[str, float]] = {}
+        self.tables: list[tuple[int, Any]] = []
+        self.table_error: Exception | None = None
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Puts itself in the place of the packages."""
+        self.info = SimpleNamespace(run_id="1")
+        self.init = self.set_terminated = self.finish = self.update_run = lambda *_, **__: self
+        self.define_metric = self.log_param = self.flush = self.close = lambda *_, **__: None
+        self.get_experiment_by_name = lambda _: SimpleNamespace(experiment_id="1")
+        self.create_run = lambda *_, **__: self
+        modules = {
+            "wandb": SimpleNamespace(init=self.init, Table=self.table),
+            "trackio": SimpleNamespace(init=self.init, Table=self.table),
+            "mlflow": SimpleNamespace(
+                MlflowClient=lambda **_: self, entities=SimpleNamespace(Metric=lambda *fields: fields)
+            ),
+            "torch.utils.tensorboard": SimpleNamespace(SummaryWriter=lambda *_, **__: self),
+        }
+        for name, module in modules.items():
+            monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr(loggers, "find_spec", lambda _: True)
+
+    def table(self, columns: list[str], data: list[list[Any]]) -> dict[str, Any]:
+        return {"columns": columns, "data": data}
+
+    def add_table(self, step: int, table: Any) -> None:
+        if self.table_error is not None:
+            raise self.table_error
+        self.tables.append((step, table))
+
+    def log(self, values: dict[str, Any], step: int | None = None) -> None:  # W&B and trackio
+        reserved = {"project", "run", "timestamp", "time", "metrics"} | ({"step"} if step is not None else set())
+        assert not reserved & values.keys()
+        at = int(values.pop("step", step))
+        if "samples" in values:
+            self.add_table(at, values.pop("samples"))
+        self.metrics.setdefault(at, {}).update(values)
+
+    def log_batch(self, run: str, metrics: list[tuple[str, float, int, int]]) -> None:  # MLflow
+        for name, value, _, step in metrics:
+            assert re.fullmatch(r"[\w\-. :/]+", name)
+            assert name not in self.metrics.setdefault(step, {})
+            self.metrics[step][name] = value
+
+    def log_text(self, run: str, text: str, artifact_file: str) -> None:
+        step = int(artifact_file.removeprefix("samples/step-").removesuffix(".json"))
+        self.add_table(step, json.loads(text))
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:  # TensorBoard
+        self.metrics.setdefault(step, {})[name] = value
+
+    def add_text(self, name: str, text: str, step: int) -> None:
+        assert name == "samples"
+        self.add_table(step, text)
+
+
+DOCUMENTED = re.findall(r"^\| `([^`]+)`", (Path(__file__).parents[2] / "docs/metrics.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("logger", LOGGERS)
+def test_every_tracker_keeps_the_names_of_the_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logger: str
+) -> None:
+    client = Client()
+    client.install(monkeypatch)
+    assert len(DOCUMENTED) > 50
+    values = {name: float(number) for number, name in enumerate([*DOCUMENTED, "eval/pass@4", "rows/a b.jsonl"])}
+    with open_run(tmp_path, CONFIG, loggers=(logger,)) as run:
+        run.log(1, values | {"eval/pass_4": -1.0}, phase="grpo")
+    if logger == "mlflow":  # "_" for what it forbids; the first of two names that become one
+        expected = {re.sub(r"[@]", "_", name): value for name, value in values.items()}
+    else:
+        expected = values | {"eval/pass_4": -1.0}
+    assert client.metrics == {1: expected}
+
+
+@pytest.mark.parametrize("logger", LOGGERS)
+def test_samples_are_a_table_that_may_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, logger: str
+) -> None:
+    client = Client()
+    client.install(monkeypatch)
+    turns = [LoggedTurn(0, "read", 2)] * 2
+    sample = Sample("1+1=", "# *2*\n<b>", 0.5, {"right": 1.0}, turns=turns, finish_reason="stop")
+    failed = Sample("x" * 9000, "half \ud83d", math.nan, error="timeout")
+    with open_run(tmp_path, CONFIG, loggers=(logger,)) as run, caplog.at_level(logging.WARNING, "postlude"):
+        run.log_samples(1, [sample, failed] * 20)
+        run.log(1, {"loss": 1.0}, phase="grpo")
+        client.table_error = OSError("no space")
+        for step in (2, 3):
+            run.log_samples(step, [sample])
+            run.log(step, {"loss": 1.0}, phase="grpo")
+    ((step, table),) = client.tables
+    assert step == 1
+    if logger == "tensorboard":
+        assert "**completion**\n\n    # *2*\n    <b>\n\n**reward**\n\n    0.5\n\n" in table
+        assert table.count("**prompt**") == TABLE_ROWS
+    else:
+        assert table["columns"] == list(COLUMNS)
+        assert len(table["data"]) == TABLE_ROWS
+        first, second = (dict(zip(COLUMNS, row, strict=True)) for row in table["data"][:2])
+        assert first == {
+            "step": 1, "prompt": "1+1=", "completion": "# *2*\n<b>", "reward": 0.5, "components": '{"right": 1.0}',
+            "turns": 2, "finish_reason": "stop", "error": None,
+        }  # fmt: skip
+        assert (second["reward"], second["error"], second["completion"]) == (None, "timeout", "half \\ud83d")
+        assert len(second["prompt"]) < 8010
+    assert client.metrics == {step: {"loss": 1.0} for step in (1, 2, 3)}
+    (message,) = log_messages(caplog)
+    assert message.endswith(
+        "failed to log the samples of step 2: OSError: no space. It gets no more of them; samples.jsonl has everything."
+    )
+    assert len(read_samples(tmp_path)) == 42
 
 
 def package(name: str) -> Any:

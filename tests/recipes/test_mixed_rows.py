@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from postlude.data.streamed_rows import RowStream, StreamedRows
-from postlude.hf.tokenizer import byte_tokenizer
+from postlude.hf.load import byte_tokenizer
 from postlude.recipes.config.data import Examples, LabelledExamples, Pairs
 from postlude.recipes.config.load import ConfigError, load, to_yaml
-from postlude.recipes.config.recipe_configs import DPOConfig, SFTConfig
+from postlude.recipes.config.recipe_configs import DistillConfig, DPOConfig, KTOConfig, OnPolicyData, SFTConfig
 from postlude.recipes.dataset import EncodedRows, StreamEncoder
 from postlude.recipes.kto import check_labels
 from postlude.recipes.registry import RECIPES
@@ -137,6 +137,24 @@ def test_a_list_of_datasets_is_read_from_a_config_and_written_back(tmp_path: Pat
     assert isinstance(load(SFTConfig, None, ["--data.path=a"]).data, Examples)
 
 
+@pytest.mark.parametrize("config", [SFTConfig, DPOConfig, KTOConfig])
+def test_a_path_alone_is_a_dataset(tmp_path: Path, config: Any) -> None:
+    file = tmp_path / "my.yaml"
+    (tmp_path / "rows.jsonl").write_text("")
+    file.write_text("data: rows.jsonl")
+    expected = load(config, None, [f"--data.path={tmp_path}/rows.jsonl"])
+    assert load(config, file) == load(config, None, ["--data", f"{tmp_path}/rows.jsonl"]) == expected
+    for path in (tmp_path / "rows.jsonl", f"{tmp_path}/rows.jsonl"):
+        assert load(config, None, settings=[{"data": path}]) == expected
+    teacher = {"teacher": "tiny-dense"}
+    distilled = load(DistillConfig, None, settings=[teacher | {"data": tmp_path / "rows.jsonl"}]).data
+    assert isinstance(distilled, Examples)
+    assert distilled.path == tmp_path / "rows.jsonl"
+    assert isinstance(load(DistillConfig, None, ["--data", "on_policy"], [teacher]).data, OnPolicyData)
+    prompts = load(config, None, ["--data", "a.jsonl", "--data.prompt", "question"]).data
+    assert (str(prompts.path), prompts.prompt) == ("a.jsonl", "question")
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -147,7 +165,7 @@ def test_a_list_of_datasets_is_read_from_a_config_and_written_back(tmp_path: Pat
         ("data:\n- {path: a}\n- {pth: b}", 'config key "data.1.pth" is unknown'),
         ("data:\n- {path: a, weight: 0}\n- {path: b, weight: 1}", 'config key "data.0.weight" is "0"'),
         ("data: [{path: a}]", "data"),
-        ("data: 3", 'config key "data" is "3"'),
+        ("data: null", 'config key "data" is "null"'),
     ],
 )
 def test_invalid_dataset_list_gives_clear_error(tmp_path: Path, text: str, sentence: str) -> None:

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from postlude import Recast, load_model
 from postlude.cli import main
+from postlude.hf.load import byte_tokenizer
 from postlude.hf.read_model import read_model_with_mtp
-from postlude.hf.tokenizer import byte_tokenizer
 from postlude.recipes.config.load import load
 from postlude.recipes.config.settings import MTPSettings
 from postlude.recipes.mtp import describe_mtp, model_source

@@ -158,6 +158,7 @@ OPTIONS_WITH_EFFECT: dict[str, ChangedOptions] = {
         "advantages": ("rloo",),
         "old_logprobs": ("recompute",),
         "replay_routing": ("true", "--model=tiny-moe"),
+        "sampling_mask": ("false", "--sampling.top_k=20"),
         "dynamic_sampling": ("1", "--samples_per_prompt=2"),  # of two answers, many are alike
         "overlong": ("mask", SHORT),
         "overlong_penalty": ("0.5", SHORT),
@@ -217,10 +218,15 @@ OPTIONS_WITH_EFFECT: dict[str, ChangedOptions] = {
         "sampling.temperature": ("0",),  # its metrics see answers alone, and these are all the likeliest
     },
 }
-# `make test` shows these in another recipe, which has them by the same code: the sampling in `eval`, the rest in `sft`.
+# `make test` shows these in another recipe, which has them by the same code: sampling and evaluation in `eval`, the
+# rest in `sft`.
 # Of an objective's settings it shows that some of each section reach it; tests/objectives have what each of them does.
 SAME_CODE = {
-    "grpo": ("seed", "steps", "optimizer.kind", "optimizer.lr", *(f"sampling.{name}" for name in FILTERS)),
+    "grpo": (
+        *("seed", "steps", "optimizer.kind", "optimizer.lr", *(f"sampling.{name}" for name in FILTERS)),
+        *(f"warm_start.optimizer.{name}" for name in ("kind", "lr")),
+        *(f"evaluation.{name}" for name in ("samples_per_prompt", "temperature", "solved")),
+    ),
     "distill": tuple(f"data.sampling.{name}" for name in FILTERS),
 }
 SHOWN = ("surrogate", "clip_low", "over", "correction.level", "kl.coefficient", "loss_type", "beta", "nll", "margin")
@@ -229,6 +235,8 @@ for _command, _options in OPTIONS_WITH_EFFECT.items():
     SAME_CODE[_command] = (*SAME_CODE.get(_command, ()), *_settings)
 # The tests that show what an option does, or that it changes no number; several are separated by spaces.
 MULTI_TURN = "recipes/test_grpo.py::test_multi_turn_environment"
+AGENT_LIMITS = "rollout/test_hostile_agents.py::test_calls_beyond_a_limit_are_refused_and_end_who_does_not_stop"
+PROGRAM_LIMITS = "rollout/test_sandbox.py::test_a_limit_ends_a_program"
 EPISODES = "recipes/test_turns.py::test_episodes_and_servers_are_configured"
 STOP_TOKENS = "recipes/test_rollout_engine.py::test_stop_tokens_of_a_recipe_are_found_in_the_tokenizer"
 DRAFTS = "recipes/test_mtp.py::test_training_on_drafted_completions_is_unchanged"
@@ -348,6 +356,9 @@ TESTED_ELSEWHERE = {
             "rollout.probe_limit": "recipes/test_probe.py::test_probe_limit_is_set_and_disabled_in_a_config",
         }.items()
     },
+    "observe.metrics_port": "recipes/test_metrics_port.py::test_a_port_in_use_is_one_sentence_before_the_run",
+    "observe.metrics_host": "recipes/test_metrics_port.py::test_a_run_on_another_address_is_open_to_any_name",
+    "observe.traces": "recipes/test_traces.py::test_spans_of_a_run_are_its_steps_requests_and_rewards",
     "cluster.cpus_per_rank": "cluster/test_rank_actors.py::test_run_that_needs_more_than_the_cluster_has_is_refused",
     "cluster.gpus_per_rank": "cluster/test_capacity.py::test_resource_needs_of_a_config",
     "cluster.cpus_per_worker": "cluster/test_capacity.py::test_resource_needs_of_a_config",
@@ -390,6 +401,37 @@ TESTED_ELSEWHERE = {
     "environment.keep_reasoning": EPISODES,
     "environment.episode": EPISODES,
     "environment.address": EPISODES,
+    "environment.episode_workers": "cluster/test_agent_actors.py::test_episodes_in_actors_equal_those_in_this_process",
+    "environment.needed_share": "rollout/test_agent_ends.py::test_a_group_does_not_wait_for_those_it_does_not_need",
+    "environment.stragglers": "recipes/test_stragglers.py::test_carried_episodes_join_a_later_step_or_end",
+    "environment.task_columns": "rollout/test_agents.py::test_an_agent_gets_the_columns_that_it_may_see",
+    "environment.command": "rollout/test_agents.py::test_a_program_is_trained_on_the_tokens_that_were_sampled",
+    "environment.function": "rollout/test_agents.py::test_a_function_uses_the_clients_arguments",
+    "environment.url": "rollout/test_agent_ends.py::test_a_service_gets_the_episode_and_replies_with_the_reward",
+    "environment.branches": (
+        "rollout/test_agents.py::test_a_rewritten_history_is_a_branch_and_branches_last_trains_the_last"
+    ),
+    "environment.sampling": "rollout/test_agents.py::test_sampling_parameters_are_the_runs_or_the_agents",
+    "environment.concurrency": (
+        "rollout/test_function_reward.py::test_coroutines_run_concurrently_up_to_the_limit_and_timeout"
+    ),
+    "environment.limits.seconds": (
+        "rollout/test_hostile_agents.py::test_an_episode_that_takes_too_long_ends_with_its_calls"
+    ),
+    "environment.limits.concurrent_calls": (
+        "rollout/test_hostile_agents.py::test_more_calls_at_a_time_than_allowed_are_told_to_retry"
+    ),
+    **{f"environment.limits.{name}": AGENT_LIMITS for name in ("model_calls", "tokens")},
+    **{
+        f"environment.limits.{name}": PROGRAM_LIMITS
+        for name in ("memory_gib", "processes", "file_gib", "disk_gib", "output_mib")
+    },
+    **{
+        f"environment.sandbox.{name}": "recipes/test_sandbox_settings.py::test_a_section_is_a_kind"
+        for name in ("kind", "words", "image")
+    },
+    "environment.sandbox.mounts": "rollout/test_bubblewrap.py::test_files_of_the_command_line_and_mounts_can_be_read",
+    "environment.sandbox.arguments": "rollout/test_containers.py::test_docker_and_podman",
     "environment.action": "rollout/test_async_environment.py::test_openenv_episodes",
     "environment.observation": "rollout/test_async_environment.py::test_openenv_episodes",
     "environment.tools": "rollout/test_tools.py::test_tools_are_configured_and_rendered_in_the_prompt",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from postlude.hf.tokenizer import byte_tokenizer
+from postlude.hf.load import byte_tokenizer
 from postlude.objectives import BradleyTerry, Preference
 from postlude.recipes.config.data import Pairs
 from postlude.recipes.config.load import ConfigError, load

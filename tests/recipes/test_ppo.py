@@ -20,7 +20,8 @@ from postlude.layout import Layout
 from postlude.objectives import RewardKL
 from postlude.recipes.config.load import ConfigError, load
 from postlude.recipes.config.policy_configs import PPOConfig
-from postlude.recipes.ppo import PPOTrainer, run
+from postlude.recipes.ppo import PPOTrainer
+from postlude.recipes.registry import RECIPES
 from postlude.recipes.report.metrics import explain
 from postlude.recipes.rollout_columns import RolloutRows
 from postlude.recipes.run.outcome import read_outcome
@@ -61,7 +62,7 @@ def config_of(directory: Path, *overrides: str) -> PPOConfig:
 
 def trained(group: Any, directory: str, *overrides: str) -> list[dict[str, Any]]:
     config = config_of(Path(directory), *overrides)
-    run(config)
+    RECIPES["ppo"].run(config)
     rows = [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
     return [{key: row[key] for key in row if not key.startswith(("time/", "tokens_per_second"))} for row in rows]
 
@@ -124,7 +125,7 @@ def test_every_layout_and_a_resumed_run_give_the_same_steps(
         assert row.keys() == expected.keys()
         for key, value in expected.items():
             assert row[key] == (value if isinstance(value, str) else pytest.approx(value, rel=2e-3, abs=1e-5)), key
-    for at in (1, 2):
+    for at in (1, 2) if settings is OWN_CRITIC else (2,):
         ranks(1, interrupted, str(tmp_path / "parts"), at, *settings)
     assert ranks(1, trained, str(tmp_path / "parts"), *settings) == [alone], "to the bit"
     if settings is OWN_CRITIC:
@@ -163,7 +164,7 @@ def test_advantages_equal_gae_with_the_kl_penalty_in_the_reward(ranks: Ranks, tm
     (recorded,) = ranks(1, rollout_with_inputs, str(tmp_path), *overrides)
     checked = 0
     for before, after in zip(recorded["before"], recorded["after"], strict=True):
-        assert not {"reward", "group"} & after.keys()
+        assert not {"reward", "group", "trajectory"} & after.keys()
         for row, mask in enumerate(before["response_mask"]):
             steps = mask.nonzero()[:, 0].tolist()
             values = after["old_values"][row].double()

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from postlude.cli import main
 from postlude.engine import AdamW, Engine
+from postlude.hf.load import byte_tokenizer
 from postlude.hf.read_model import model_from_hf, read_description
-from postlude.hf.tokenizer import byte_tokenizer
 from postlude.layout import Layout
 from postlude.model.parallel import local_shard
 from postlude.plan.memory import estimate_memory

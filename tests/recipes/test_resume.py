@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 from postlude.cli import main
 from postlude.recipes.config.load import load
 from postlude.recipes.registry import RECIPES
-from postlude.recipes.run.config_changes import user_code_hashes
-from postlude.recipes.run.directory import read_metrics, read_record
-from postlude.recipes.run.input_files import WHOLE, fingerprint, input_files
+from postlude.recipes.run.config_changes import WHOLE, fingerprint, input_files, user_code_hashes
+from postlude.recipes.run.files import read_metrics, read_record
 from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode, find_checkpoint, parse_step, resume_command
 from tests.conftest import Ranks
 from tests.recipes.test_run import limit_file_size

@@ -12,15 +12,17 @@ import pytest
 from postlude.generate.sampling_params import SamplingParams
 from postlude.recipes.checks.preflight import LaunchInfo, PreflightError, PreflightInputs, preflight
 from postlude.recipes.config.environments import DatasetSettings, EpisodeSettings, OpenEnvSettings
+from postlude.recipes.config.help import describe
+from postlude.recipes.config.keys import is_covered
 from postlude.recipes.config.load import ConfigError, load
 from postlude.recipes.config.policy_configs import GRPOConfig
 from postlude.recipes.config.recipe_configs import EvalConfig
-from postlude.recipes.config.schema import describe
-from postlude.recipes.grpo import GRPOTrainer, checks
+from postlude.recipes.config.schema import options
+from postlude.recipes.grpo import GRPOTrainer
 from postlude.recipes.registry import RECIPES
 from postlude.recipes.report.metrics import explain
 from postlude.recipes.rollouts.evaluation_sets import EvaluatedTasks, EvaluationSet, evaluation_metrics
-from postlude.recipes.run.config_changes import MAY_CHANGE, is_covered
+from postlude.recipes.run.config_changes import MAY_CHANGE
 from postlude.recipes.run.schedule import StepSchedule
 from postlude.recipes.training_run import run_training
 from postlude.rollout.async_environment import AsyncEnvironment
@@ -100,7 +102,7 @@ def run(group: Any, directory: str) -> tuple[list[dict[str, Any]], set[str], lis
     place = Path(directory)
     with judge_server(lambda body, number: f"Score: {len(body['messages'][0]['content'])}") as server:
         config = load(GRPOConfig, write_files(place, server.url))
-        lines = preflight(checks(PreflightInputs(config, LaunchInfo())))
+        lines = preflight(GRPOTrainer.checks(PreflightInputs(config, LaunchInfo())))
         assert lines["evaluation.sets"] == "4 of 10 tasks are evaluated, and not trained on"
         assert {"tasks", "evaluation.sets.half", "evaluation.sets.exact"} <= lines.keys()
         trainer = GRPOTrainer(config, "cpu")
@@ -307,11 +309,11 @@ def test_requests_of_an_evaluation_are_checked_with_its_length(tmp_path: Path) -
     config = load(GRPOConfig, write_files(tmp_path), ["--evaluation.max_new_tokens=120"])
     inputs = PreflightInputs(config, LaunchInfo())
     with pytest.raises(ValueError, match="cannot be reached"):  # the judge
-        preflight(checks(inputs))
+        preflight(GRPOTrainer.checks(inputs))
     assert inputs.max_request(config.sampling)[0] == inputs.longest_prompt + 120
     config = load(GRPOConfig, write_files(tmp_path), ["--evaluation.max_new_tokens=125"])
     with pytest.raises(ValueError, match="leaves 3"):
-        preflight(checks(PreflightInputs(config, LaunchInfo())))
+        preflight(GRPOTrainer.checks(PreflightInputs(config, LaunchInfo())))
 
 
 def test_evaluation_at_the_start_may_be_left_out() -> None:
@@ -331,7 +333,7 @@ def test_preflight_calls_every_reward_and_every_set(tmp_path: Path) -> None:
     (tmp_path / "functions.py").write_text(FUNCTIONS.replace("return 0.5", "return 'half'"))
     config = load(GRPOConfig, file, ["--environment.rewards.judge.retries=0"])
     with pytest.raises(ValueError, match="cannot be reached") as error:
-        preflight(checks(PreflightInputs(config, LaunchInfo())))
+        preflight(GRPOTrainer.checks(PreflightInputs(config, LaunchInfo())))
     assert "always returned 'half' for line 1 of half.jsonl, but a reward is a number" in str(error.value)
     assert "That was a trial on line 1 of half.jsonl" in str(error.value)
 
@@ -344,14 +346,14 @@ def test_resumed_run_may_change_the_judges_address_but_not_its_weight() -> None:
 
 
 def test_help_describes_the_environment_of_a_set_once() -> None:
-    text = describe(GRPOConfig)
+    text = describe(options(GRPOConfig))
     assert "--evaluation.sets.*.environment: the keys of --environment\n" in text
     assert "--evaluation.sets.*.environment.path" not in text
     assert "--environment.rewards.*.template (judge): text, required" in text
 
 
 def sampled(group: int, reward: float) -> Trajectory:
-    return Trajectory(Task("p", {}, "task"), group, Transcript([1]), score=Score(reward), done=True)
+    return Trajectory(Task("p", {}, "task"), group, (Transcript([1]),), score=Score(reward), done=True)
 
 
 def test_task_is_solved_at_or_above_the_threshold() -> None:

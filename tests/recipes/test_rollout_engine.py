@@ -28,9 +28,9 @@ from postlude.hf.read_model import read_description, read_model
 from postlude.recipes.checks.environment import _stop_tokens
 from postlude.recipes.checks.environment import _tasks as look_at_tasks
 from postlude.recipes.checks.preflight import LaunchInfo, PreflightInputs
-from postlude.recipes.checks.servers import server_checks
+from postlude.recipes.checks.servers import ServerUse, server_checks
 from postlude.recipes.config.load import ConfigError
-from postlude.recipes.grpo import run
+from postlude.recipes.registry import RECIPES
 from postlude.recipes.report.metrics import explain
 from postlude.recipes.rollouts.engine import connect_servers, launch_servers
 from postlude.recipes.rollouts.server_commands import build_server_command, vllm_max_length
@@ -85,10 +85,8 @@ SHORT = ("--warm_start.steps=0", "--evaluation.every=0", "--save_every=0", "--ex
 
 
 def run_losing_server(group: Any, directory: str, *overrides: str) -> tuple[str, str]:
-    from postlude.recipes.grpo import run
-
     config = config_of(Path(directory), *overrides)
-    run(config)
+    RECIPES["grpo"].run(config)
     ending = read_outcome(config.run)
     assert ending is not None
     return ending.status, ending.message
@@ -112,6 +110,10 @@ def test_grpo_with_a_server_continues_when_a_lost_server_is_back(ranks: Ranks, t
         assert 0.0 <= row["rollout_kl"] < 1e-9, "the server has the weights that learn"
         assert (row["servers/up"], row["servers/failed"], row["servers/retried"]) == (1.0, 0.0, 0.0)
         assert row["servers/reload_seconds"] <= row["time/weight_sync"]
+        phases = {name.removeprefix("time/") for name in row if name.startswith("time/")}
+        assert phases == {"weight_sync", "rollout", "reward", "logprobs", "train", "other"}, (
+            "as of the native generator"
+        )
     assert (server.calls.count("/collective_rpc"), another.calls.count("/collective_rpc")) == (3, 1)
     assert not (tmp_path / "run" / "weights").exists()
     assert not {key for row in rows for key in row if explain(key) is None} - {"step", "phase"}
@@ -235,7 +237,7 @@ def run_killing_server(group: Any, directory: str, *overrides: str) -> list[dict
 
     threading.Thread(target=kill, daemon=True).start()
     config = config_of(Path(directory), *overrides)
-    run(config, runtime=Runtime(launcher=Deadly(Path(directory) / "logs")))
+    RECIPES["grpo"].run(config, runtime=Runtime(launcher=Deadly(Path(directory) / "logs")))
     assert len(processes) > config.rollout.count, "another was started"
     return [json.loads(line) for line in (config.run / "metrics.jsonl").read_text().splitlines()]
 
@@ -287,9 +289,9 @@ def test_servers_that_cannot_be_started_are_reported_in_the_preflight(tmp_path: 
 def server_finding(tmp_path: Path, *overrides: str, start: LaunchInfo | None = None, **fields: Any) -> str:
     """Returns the preflight finding about the servers of a GRPO run; `found` are fields of its inputs."""
     config = config_of(tmp_path, *overrides)
-    compared = config.old_logprobs == "rollout"
     inputs = PreflightInputs(config, start or LaunchInfo(), **fields)
-    (check,) = server_checks(inputs, config.rollout, config.sampling, gets_weights=True, compares_logprobs=compared)
+    use = ServerUse(gets_weights=True, compares_logprobs=config.old_logprobs == "rollout")
+    (check,) = server_checks(inputs, config.rollout, config.sampling, use)
     try:
         return check.run()
     except USER_ERRORS as error:
@@ -491,7 +493,12 @@ def test_logprobs_at_another_temperature_are_refused_with_old_logprobs_rollout(
 def test_invalid_configs_are_refused(tmp_path: Path) -> None:
     for overrides, sentence in (
         (("--rollout=ftp://there",), "rollout"),
-        (("--rollout=http://there", "--replay_routing=true"), "servers do not report"),
+        (("--rollout=generators", "--replay_routing=true"), "postlude serve does not report"),
+        (("--rollout=vllm", "--rollout.gpus=0", "--replay_routing=true"), "vLLM on a CPU does not report"),
+        (
+            ("--rollout=http://there", "--replay_routing=true", "--sampling.stop=[x]"),
+            "does not report with sampling.stop",
+        ),
         (("--rollout=http://there", "--sampling.draft=mtp"), "a server drafts as it was started to"),
     ):
         with pytest.raises((ConfigError, ValueError), match=sentence):
@@ -501,12 +508,11 @@ def test_invalid_configs_are_refused(tmp_path: Path) -> None:
 def distilled(group: Any, directory: str, *overrides: str) -> list[float]:
     from postlude.recipes.config.load import load
     from postlude.recipes.config.recipe_configs import DistillConfig
-    from postlude.recipes.distill import run
 
     common = ("--teacher=tiny-wide", "--data=on_policy", "--data.environment.size=16", "--steps=3", "--batch_size=2")
     options = ("--data.sampling.max_new_tokens=4", "--data.sampling.temperature=0", "--budget=512", "--export=false")
     config = load(DistillConfig, None, [f"--run={directory}", "--optimizer.lr=1e-2", *common, *options, *overrides])
-    run(config)
+    RECIPES["distill"].run(config)
     return [json.loads(line)["loss"] for line in (config.run / "metrics.jsonl").read_text().splitlines()]
 
 

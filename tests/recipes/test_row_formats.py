@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from postlude.data.datasets import read_rows
-from postlude.hf.tokenizer import byte_tokenizer
+from postlude.hf.load import byte_tokenizer
 from postlude.recipes.config.data import Examples, LabelledExamples, Pairs
 from postlude.recipes.dataset import EncodedRows, StreamEncoder
 from postlude.recipes.kto import read_label

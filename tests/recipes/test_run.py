@@ -27,18 +27,9 @@ from postlude.recipes.config import schema
 from postlude.recipes.config.policy_configs import GRPOConfig
 from postlude.recipes.report.formatting import format_duration, format_number
 from postlude.recipes.report.live import LiveView, sparkline
-from postlude.recipes.run.directory import (
-    ReadOnlyRun,
-    RunDirectory,
-    Sample,
-    check_run,
-    checkpoint_step,
-    open_run,
-    read_config,
-    read_metrics,
-    read_record,
-    read_samples,
-)
+from postlude.recipes.run.config_changes import AllowedChanges
+from postlude.recipes.run.directory import ReadOnlyRun, RunDirectory, Sample, check_run, checkpoint_step, open_run
+from postlude.recipes.run.files import read_config, read_metrics, read_record, read_samples
 from postlude.recipes.run.machine_info import machine_info
 from postlude.world.agreement import on_rank0
 from tests.conftest import Ranks
@@ -304,7 +295,7 @@ def test_a_changed_config_is_written_and_the_old_one_is_kept(tmp_path: Path) -> 
         assert run.changed == {}
     first = contents_of_config(tmp_path / "run")
     for number, changes in enumerate(({"steps": 20}, {"steps": 30, "optimizer": {"lr": 1.0, "betas": [0.9, 0.95]}})):
-        with open_run(tmp_path / "run", CONFIG | changes, may_change=["steps", "optimizer.lr"]) as run:
+        with open_run(tmp_path / "run", CONFIG | changes, changes=AllowedChanges(["steps", "optimizer.lr"])) as run:
             run.record_start(step=4)
             assert run.changed == {"steps": [10 + 10 * number, 20 + 10 * number]} | (
                 {"optimizer.lr": [1e-6, 1.0]} if number else {}
@@ -348,8 +339,8 @@ def test_run_of_an_older_version_resumes_with_the_default_of_a_new_key(tmp_path:
         train(run, 1, 2)
     new = schema.plain(GRPOConfig(model="tiny-dense", run=tmp_path))
     with pytest.raises(ValueError, match="dynamic_sampling is nothing there and 3 here"):
-        open_run(tmp_path, new | {"dynamic_sampling": 3}, defaults=defaults)
-    with open_run(tmp_path, new, defaults=defaults) as run:
+        open_run(tmp_path, new | {"dynamic_sampling": 3}, changes=AllowedChanges(defaults=defaults))
+    with open_run(tmp_path, new, changes=AllowedChanges(defaults=defaults)) as run:
         assert not run.changed
 
 

@@ -18,7 +18,9 @@ from postlude.recipes.config.policy_configs import GRPOConfig
 from postlude.recipes.config.schema import plain
 from postlude.recipes.config.secrets import MASK, mask, mask_arguments
 from postlude.recipes.report.page import write_report
-from postlude.recipes.run.directory import open_run, read_config, read_record
+from postlude.recipes.run.config_changes import AllowedChanges
+from postlude.recipes.run.directory import open_run
+from postlude.recipes.run.files import read_config, read_record
 from postlude.recipes.run.start_mode import resume_command
 
 WORDS = (
@@ -54,7 +56,7 @@ def test_run_files_contain_no_secret(tmp_path: Path) -> None:
     with open_run(tmp_path / "run", plain(config)) as run:
         run.log(1, {"loss": 1.0}, phase="train")
         run.record_start(step=1, command=resume_command(["grpo", *WORDS]))
-    with open_run(tmp_path / "run", plain(config_of(*WORDS, "--steps=7")), may_change=("steps",)) as run:
+    with open_run(tmp_path / "run", plain(config_of(*WORDS, "--steps=7")), changes=AllowedChanges(("steps",))) as run:
         run.record_start(step=1, command="")
     write_report([tmp_path / "run"], tmp_path / "run")
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
@@ -104,7 +106,7 @@ def test_files_of_a_config_with_secrets_are_for_their_owner(tmp_path: Path) -> N
             with open_run(tmp_path / name, plain(config_of(*words))) as run:
                 run.log(1, {"loss": 1.0}, phase="train")
                 run.record_start(step=1, command="")
-            with open_run(tmp_path / name, plain(config_of(*words, "--steps=7")), may_change=("steps",)):
+            with open_run(tmp_path / name, plain(config_of(*words, "--steps=7")), changes=AllowedChanges(("steps",))):
                 pass
             write_report([tmp_path / name], tmp_path / name)
         finally:

@@ -43,7 +43,7 @@ def test_settings_of_running_servers_reach_their_client(tmp_path: Path, monkeypa
 def test_settings_of_weight_updates_reach_the_engine(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout_engine, "ServerEngine", lambda make_client, *, engine, sync: sync)
+    monkeypatch.setattr(rollout_engine, "ServerEngine", lambda make_client, *, sync, **others: sync)
     updates = ("--rollout.sync=network", "--rollout.sync_timeout=9", "--rollout.checksum_every=4")
     config = config_of(
         tmp_path, f"--rollout={'http://one:1' if kind == 'server' else kind}", *updates, "--rollout.probe_limit=0"

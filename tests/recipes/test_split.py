@@ -10,7 +10,7 @@ import pytest
 
 from postlude.cli import main
 from postlude.data.datasets import Rows
-from postlude.recipes.run.directory import read_samples
+from postlude.recipes.run.files import read_samples
 from postlude.recipes.run.split import FILE, Split
 from postlude.rollout.tasks import DatasetTasks, Task, Tasks, hold_out
 

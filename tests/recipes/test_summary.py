@@ -39,6 +39,7 @@ def grpo_run(directory: Path) -> Path:
                 "skipped_steps": 2.0 * (step == 4),
                 "tokens": 400,
                 "shared_tokens": 100 * (step - 3),
+                "reused_prompt_tokens": 50 * (step - 3),
             }
             if step == 4:
                 expected_summary |= {"reward/failed": 0.2, "grad_norm": math.inf}
@@ -71,9 +72,9 @@ def test_summary_numbers_equal_the_logged_ones(tmp_path: Path) -> None:
     assert summary.loss.first == -0.1, "the warm start's loss is another thing's"
     assert (summary.completions, summary.failures, summary.skipped, summary.not_finite) == (30, 2, 3, 1)
     assert (summary.tokens, summary.shared_tokens) == (1200, 300)
-    assert ("Shared tokens", "300", f"{format_share(300, 1200)} of 1,200 tokens, computed once") in [
-        (line.label, line.text, line.note) for line in summary_lines(summary)
-    ]
+    lines = [(line.label, line.text, line.note) for line in summary_lines(summary)]
+    assert ("Shared tokens", "300", f"{format_share(300, 1200)} of 1,200 tokens, computed once") in lines
+    assert ("Reused prompt tokens", "150", "not prefilled again in rollouts") in lines
     assert summary.seconds == {"train": 8.0, "evaluation": 2.0, "rollout": 30.0}
     assert held_out_table(summary) == [
         ["", "reward_mean", "pass@1", "pass@4", "length_mean"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Callable
@@ -14,22 +15,20 @@ import pytest
 from postlude.cli import main
 from postlude.data.chat import EncodedSequence
 from postlude.hf.export import export_hf
-from postlude.hf.load import load_model
-from postlude.hf.tokenizer import byte_tokenizer
+from postlude.hf.load import byte_tokenizer, load_model
 from postlude.recipes.config.data import Examples, LabelledExamples, Pairs
 from postlude.recipes.config.load import ConfigError, load
 from postlude.recipes.config.schema import options
 from postlude.recipes.dataset import EncodedRows
 from postlude.recipes.distill import DistillTrainer
-from postlude.recipes.dpo import DPOTrainer
 from postlude.recipes.kto import KTOTrainer, check_labels, unrelated_pairs
+from postlude.recipes.pairs import DPOTrainer, RMTrainer
 from postlude.recipes.registry import RECIPES
-from postlude.recipes.rm import RMTrainer
-from postlude.recipes.row_sources import ShuffledRows
-from postlude.recipes.run.directory import read_metrics
+from postlude.recipes.row_sources import ShuffledRows, StepSizes
+from postlude.recipes.run.files import read_metrics
 from postlude.recipes.run.outcome import read_outcome
 from postlude.recipes.sequence_limit import SequenceLimit
-from postlude.recipes.sft import SFTTrainer
+from postlude.recipes.supervised import SFTTrainer
 from postlude.recipes.training_run import run_training
 from postlude.rollout.tasks import Task
 from tests.conftest import Ranks
@@ -159,7 +158,8 @@ def test_rows_with_a_held_out_prompt_are_not_trained_on(tmp_path: Path) -> None:
 def test_every_layout_gives_the_same_losses(ranks: Ranks, tmp_path: Path, command: str) -> None:
     unkept = ("--save_every=0", "--export=false")
     (alone,) = ranks(1, trained, command, str(tmp_path / "one"), *unkept)
-    for layout in ("pp=2", "tp=2", "cp=2", "dp_shard=2"):
+    # A recipe's code knows stages and data-parallel ranks; the other layouts are the engine's.
+    for layout in ("pp=2", "dp_shard=2") if command == "kto" else ("pp=2", "tp=2", "cp=2", "dp_shard=2"):
         spread, _ = ranks(2, trained, command, str(tmp_path / layout), *unkept, "--layout", layout)
         for expected, actual in zip(alone, spread, strict=True):
             assert actual.keys() == expected.keys()
@@ -354,6 +354,20 @@ def test_invalid_configs_are_refused(tmp_path: Path, command: str, override: str
         )
 
 
+@pytest.mark.parametrize("least", [1, 2])
+def test_a_run_with_more_epochs_takes_the_rows_that_a_short_last_step_left(least: int) -> None:
+    for rows, size, first, more in itertools.product((5, 7, 12), (2, 3, 4, 20), (0.5, 1, 2), (2.5, 3)):
+        before = StepSizes.of_epochs(size, first, rows, least=least)
+        taken = [before.of_step(step) for step in range(before.steps)]
+        assert before.rows_before(before.steps) == sum(taken)
+        after = StepSizes.of_epochs(size, more, rows, least=least).continued(before.steps, sum(taken))
+        taken += [after.of_step(step) for step in range(before.steps, after.steps)]
+        assert after.of_step(after.steps) == 0
+        assert after.total - least < sum(taken) <= after.total
+        assert least <= min(taken)
+        assert max(taken) <= size
+
+
 def metrics_of_epochs(directory: Path, batch_size: int, *epochs: float) -> list[dict[str, Any]]:
     """Returns the metrics of a run over seven rows, resumed with each number of epochs."""
     file = directory / "seven.jsonl"
@@ -377,4 +391,7 @@ def test_the_last_step_has_the_rows_that_are_left(tmp_path: Path, caplog: pytest
     assert lines[-1]["epoch"] == 3.0
     assert sum(line["tokens"] for line in lines) == 3 * tokens_of_an_epoch, "each row exactly three times"
     assert metrics_of_epochs(tmp_path, 3, 12 / 7, 3) == lines
+    lines = metrics_of_epochs(tmp_path, 3, 1, 2, 3)
+    assert [line["epoch"] for line in lines[2::3]] == [1.0, 2.0, 3.0]
+    assert sum(line["tokens"] for line in lines) == 3 * tokens_of_an_epoch, "also after short last steps"
     assert "more than once" not in caplog.text

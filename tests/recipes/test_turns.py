@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -16,12 +18,13 @@ from postlude.generate.distributed import SyncedGenerator
 from postlude.generate.protocol import Completion, FinishedCompletion, Request
 from postlude.generate.sampling_params import SamplingParams
 from postlude.hf.builtin import BUILTIN
-from postlude.hf.tokenizer import byte_tokenizer
+from postlude.hf.load import byte_tokenizer
 from postlude.recipes.config.load import load
 from postlude.recipes.config.recipe_configs import EvalConfig
 from postlude.recipes.config.settings import SamplingSettings
-from postlude.recipes.rollouts.sampler import RolloutSampler, trajectory_metrics
-from postlude.recipes.run.directory import read_metrics
+from postlude.recipes.rollouts.prompts import PromptEncoding
+from postlude.recipes.rollouts.sampler import HELD_OUT_SEEDS, TRAINING_SEEDS, RolloutSampler, trajectory_metrics
+from postlude.recipes.run.files import read_metrics
 from postlude.recipes.run.schedule import StepTimer
 from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.rollout.conversations import Trajectory
@@ -95,7 +98,11 @@ def run_rollout(
     outputs = SamplingSettings(max_new_tokens=5)
     try:
         sampler = RolloutSampler(
-            engine, environment, byte_tokenizer(), outputs, limit=SequenceLimit(budget), seed=3, timer=StepTimer()
+            engine,
+            environment,
+            PromptEncoding(byte_tokenizer(), outputs, SequenceLimit(budget)),
+            seed=3,
+            timer=StepTimer(),
         )
         return sampler.sync_and_run_on_rank0(lambda: sampler.sample(tasks, SAMPLES, step=0))
     finally:
@@ -113,10 +120,12 @@ def sampled_and_learned(group: Any, layout: Layout) -> list[Any]:
         Task([{"role": "user", "content": "Hi"}], {"turns": 3, "length": 4, "role": role}) for role in ("tool", "")
     ]
     trajectories = run_rollout(recorded, [*talks, *chats], budget=160)
-    scored = engine.logprobs(Batch([trajectory.transcript.tokens for trajectory in trajectories])).logprob
+    seeds = [request.sampling.seed for request in recorded.requests.values()]
+    assert len(set(seeds)) == len(seeds), "every turn of every conversation has a seed of its own"
+    scored = engine.logprobs(Batch([trajectory.transcripts[0].tokens for trajectory in trajectories])).logprob
     results = []
     for trajectory, trained in zip(trajectories, scored, strict=True):
-        transcript = trajectory.transcript
+        (transcript,) = trajectory.transcripts
         own_turns = [
             (prompt, completion)
             for call in recorded.calls
@@ -166,6 +175,32 @@ def test_trained_tokens_equal_sampled_tokens_in_every_turn(ranks: Ranks, layout:
         assert off < 1e-4
         assert score.components["turns"] == len(completions)
     assert turns == [turns for turns in (1, 2, 4, 3, 3, 3) for _ in range(SAMPLES)]
+
+
+def group_seeds(group: Any) -> list[int]:
+    environment = MultiTurn([make_task(turns=1)], scripted_conversation, workers=1, max_turns=1, timeout=60.0)
+    with closing(environment):
+        samplers = [
+            RolloutSampler(
+                SingleRankEngine(OneLetterEngine()),
+                environment,
+                PromptEncoding(byte_tokenizer(), SamplingSettings(max_new_tokens=5), SequenceLimit(96)),
+                seed=seed,
+                timer=StepTimer(),
+            )
+            for seed in (0, 1)
+        ]
+        return [
+            sampler.make_group(environment.tasks[0], number, 1, step=step, seed_stream=stream).sampling.seed
+            for sampler, number, step, stream in itertools.product(
+                samplers, (0, 1), (0, 1), (TRAINING_SEEDS, HELD_OUT_SEEDS)
+            )
+        ]
+
+
+def test_every_group_of_every_step_has_a_seed_of_its_own_also_in_evaluations(ranks: Ranks) -> None:
+    (seeds,) = ranks(1, group_seeds)
+    assert len(set(seeds)) == len(seeds) == 16
 
 
 def faulty(group: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -247,6 +282,8 @@ def test_rewards_of_turns_are_summed() -> None:
     assert Score(1.0, {"a": 1.0}).plus(Score(0.5, {"a": 1.0, "b": 2.0}, "lost")) == Score(
         1.5, {"a": 2.0, "b": 2.0}, "lost"
     )
+    assert Score(1.0, excluded=True).plus(Score(1.0)).excluded
+    assert Score(1.0).plus(Score(1.0, excluded=True)).excluded
 
 
 EPISODE = """

@@ -13,7 +13,7 @@ import torch
 
 from postlude.data.chat import Encoder
 from postlude.data.datasets import RowOrder, read_rows
-from postlude.hf.tokenizer import byte_tokenizer
+from postlude.hf.load import byte_tokenizer
 from postlude.pool.worker_pool import WorkerError
 from postlude.rollout.environments import MultiTurn, SingleTurn, Transcript, TurnResult, is_chat
 from postlude.rollout.function_reward import FunctionReward

@@ -137,15 +137,19 @@ def test_reply_without_a_score_fails_or_gets_the_default_score() -> None:
         reward.close()
 
 
-def test_a_request_to_a_busy_judge_is_retried_and_a_refusal_is_final() -> None:
+def test_a_request_to_a_busy_judge_is_retried_and_a_refusal_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_BACKOFF", 0.2)
+
     def answer(body: dict[str, Any], number: int) -> Any:
         if "refuse" in str(body):
             return 400, {"error": "no such model"}
         return (429, {}) if number < 2 else "Score: 7"
 
     with judge_server(answer) as server:
+        start = time.monotonic()
         assert scores(JudgeReward(server.url, "m", TEMPLATE, retries=2), "x") == [Score(7.0)]
         assert len(server.bodies) == 3
+        assert time.monotonic() - start >= 0.2 + 0.4, "the time before a retry doubles"
         (refused,) = scores(JudgeReward(server.url, "m", TEMPLATE, retries=2), "refuse")
         assert len(server.bodies) == 4, "it is not asked again"
         assert "failed on line 1: it replies with status 400: no such model" in str(refused.error)
@@ -160,17 +164,17 @@ def test_requests_run_concurrently_up_to_the_limit_and_timeout() -> None:
 
     def answer(body: dict[str, Any], number: int) -> str:
         if "slow" in str(body["messages"]):
-            released.wait(20)
+            released.wait(60)
         time.sleep(0.05)
         return "Score: 1"
 
     with judge_server(answer) as server:
-        reward = JudgeReward(server.url, "m", TEMPLATE, concurrency=3, timeout=3.0, retries=0)
-        judged = scores(reward, *["x"] * 6, "slow", *["x"] * 6)
+        judged = scores(JudgeReward(server.url, "m", TEMPLATE, concurrency=3), *["x"] * 12)
+        assert [score.error for score in judged] == [None] * 12
+        (slow,) = scores(JudgeReward(server.url, "m", TEMPLATE, timeout=0.5, retries=0), "slow")
         released.set()
     assert server.max_running == 3
-    assert [place for place, score in enumerate(judged) if score.error] == [6]
-    assert "failed on line 1: it gave no reply within 3 s" in str(judged[6].error)
+    assert "failed on line 1: it gave no reply within 0.5 s" in str(slow.error)
 
 
 def test_invalid_judge_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

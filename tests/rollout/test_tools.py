@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from postlude.hf.tokenizer import byte_tokenizer
+from postlude.hf.load import byte_tokenizer
 from postlude.recipes.checks.environment import _turns
 from postlude.recipes.config.environments import ToolSettings
 from postlude.recipes.config.load import ConfigError, load
 from postlude.recipes.config.recipe_configs import EvalConfig
 from postlude.recipes.config.settings import SamplingSettings
-from postlude.recipes.rollouts.prompts import prompt_encoder
+from postlude.recipes.rollouts.prompts import PromptEncoding
 from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.rollout.environments import TurnResult, read_turn
 from postlude.rollout.episode import AssistantTurn
@@ -136,9 +136,8 @@ def test_tools_are_configured_and_rendered_in_the_prompt(file: Path) -> None:
         _turns(environment, silent, chosen)
     _turns(environment, silent, settings(file, "--environment.chat=true", "--environment.system=Use add."))
     _turns(environment, knowing, chosen)
-    prompt = prompt_encoder(environment, knowing, SamplingSettings(max_new_tokens=8), SequenceLimit(1000)).prompt(
-        environment.tasks[0].prompt
-    )
+    encoding = PromptEncoding(knowing, SamplingSettings(max_new_tokens=8), SequenceLimit(1000))
+    prompt = encoding.encoder(environment).prompt(environment.tasks[0].prompt)
     assert "Add two numbers." in knowing.decode(prompt)
     episodes = [environment.reset(environment.tasks[0]) for _ in range(2)]
     assert step(environment, episodes, [call("add", a=1, b=2), "4"]) == [

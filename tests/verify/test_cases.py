@@ -34,6 +34,12 @@ def test_some_ratios_are_clipped_and_some_are_not(seed: int) -> None:
     assert len(kinds) == 4
 
 
+def test_a_gradient_that_is_no_number_is_the_worst() -> None:
+    report = Report(Case("tiny-dense", layout=Layout()), 0.0, 0.0, 0.0, {"bias": 0.5, "weight": float("nan")})
+    assert report.worst[0] == "weight"
+    assert not report.passes()
+
+
 def test_tolerance_follows_the_rounding_of_one_rank() -> None:
     """At most ten times the tolerance, and not for a tolerance that is given."""
     report = Report(Case("tiny-dense", layout=Layout()), 0.0, 0.0, 0.0, {"bias": 1.5e-5, "weight": 9e-6})

@@ -16,8 +16,8 @@ from transformers import Qwen3MoeConfig
 
 from postlude import Layout
 from postlude.engine import gradients, unsharded
-from postlude.engine.layer_metrics import LayerMetrics
 from postlude.engine.normalizer import LossNormalizer
+from postlude.engine.pass_metrics import LayerMetrics
 from postlude.hf.read_model import Source
 from postlude.model import context as context_module
 from postlude.ops import all_to_all as exchange
@@ -31,13 +31,14 @@ from tests.meshes import mesh
 Fault = Callable[[], AbstractContextManager[Any]]
 
 
-def own_part(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-    start = dist.get_rank(ctx.group) * ctx.rows
-    return gradients[0][start : start + ctx.rows], None, None
+def own_part(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    run_back = collectives._part if ctx.run_back is collectives._scatter else ctx.run_back
+    return run_back(gradients[0], ctx.group), None, None, None
 
 
-def doubled(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-    return 2 * collectives._scatter(gradients[0], ctx.group), None, None
+def doubled(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    factor = 2 if ctx.run_back is collectives._scatter else 1
+    return factor * ctx.run_back(gradients[0], ctx.group), None, None, None
 
 
 def lost(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
@@ -95,7 +96,7 @@ FAULTS: dict[str, tuple[Layout, Source, str, Fault]] = {
         Layout(tp=2),
         DENSE,
         "sft",
-        lambda: patch.object(collectives._GatherRows, "backward", staticmethod(own_part)),
+        lambda: patch.object(collectives._Collective, "backward", staticmethod(own_part)),
     ),
     "tp: the gradient of what ranks hold alike is not summed": (
         Layout(tp=2),
@@ -113,7 +114,7 @@ FAULTS: dict[str, tuple[Layout, Source, str, Fault]] = {
         Layout(cp=2),
         DENSE,
         "sft",
-        lambda: patch.object(collectives._GatherRows, "backward", staticmethod(doubled)),
+        lambda: patch.object(collectives._Collective, "backward", staticmethod(doubled)),
     ),
     "cp: every rank counts a sequence's loss": (
         Layout(cp=2),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from postlude.cli import main
 from postlude.layout import Layout
 from postlude.lora import LoRA
 from postlude.options import LayerChoice, Overlap, Recompute
@@ -20,9 +21,10 @@ from tests.meshes import verify
 RUNS: tuple[tuple[str, str, str, Recompute, Overlap, LoRA | None, LayerChoice], ...] = (
     ("tiny-moe", "tp=2", "grpo", "none", False, None, True),
     ("tiny-moe", "tp=2", "sft", "selective", False, LoRA(rank=4), True),
+    ("tiny-dense", "cp=2", "sft", "none", False, None, True),
     ("tiny-moe", "pp=2", "dpo", "full", "zero_bubble", None, True),
     ("tiny-moe", "dp_shard=2,ep=2", "grpo", "selective", True, None, True),
-    ("tiny-dense", "cp=2", "sft", "none", False, None, True),
+    ("tiny-dense", "cp=2", "sft", "selective", False, LoRA(rank=4), True),
     ("tiny-hybrid", "tp=2", "grpo", "full", False, None, True),
     ("tiny-hybrid", "pp=2,vpp=2", "sft", "none", False, None, "1:-1"),
 )
@@ -30,7 +32,7 @@ RUNS: tuple[tuple[str, str, str, Recompute, Overlap, LoRA | None, LayerChoice], 
 
 @pytest.mark.parametrize(  # the hybrid has experts, too
     ("model", "layout", "objective", "recompute", "overlap", "lora", "fp8"),
-    [pytest.param(*RUNS[0], marks=pytest.mark.thorough), *RUNS[1:]],
+    [*(pytest.param(*run, marks=pytest.mark.thorough) for run in RUNS[:3]), *RUNS[3:]],
 )
 def test_a_layout_equals_one_rank(
     ranks: Any,
@@ -55,3 +57,8 @@ def test_a_layout_equals_one_rank(
     )
     report = ranks(case.layout.world_size, verify, case)[0]
     assert report.passes(TOLERANCES["float32"]), (report.loss, report.logprob, report.entropy, report.worst)
+
+
+def test_shared_tokens_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "tiny-dense", "--layout", "cp=2", "--share-prefixes", "--fp8"]) == 2
+    assert "--share-prefixes cannot be compared with --fp8" in capsys.readouterr().err

@@ -64,7 +64,7 @@ def hybrids() -> list[Any]:
     parameters = []
     for place, layout in enumerate(map(Layout.parse, layouts)):
         for turn, objective in enumerate(("grpo", "dpo", "sft")):
-            others = layout in (Layout(dp_shard=2), Layout(pp=2, cp=2))  # their axes are in the other layouts
+            others = layout not in (Layout(dp_shard=2, ep=2), Layout(pp=2, vpp=2), Layout(tp=2, pp=2, cp=2))  # all axes
             mark = pytest.mark.slow if turn == place % 3 and not others else pytest.mark.thorough
             case = Case("tiny-hybrid", layout=layout, objective=objective, initializer_range=0.1)
             parameters.append(pytest.param(case, id=f"{label(layout)}-{objective}", marks=mark))
@@ -185,23 +185,27 @@ def with_options() -> list[Any]:
     auxiliary = small_config("[*E]{2}/[*E]", blocks={"E": experts})
     often = [
         *((dense, "pp=2", {"objective": "sft", "tied": tied}) for tied in (True, False)),
-        (moe, "dp_shard=2,ep=2", {"recompute": "selective"}),
         (moe, "pp=2,cp=2", {"recompute": "full"}),
         ("tiny-moe", "dp_shard=2,ep=2", {"overlap": True, "initializer_range": 0.1}),
-        *((auxiliary, layout, {"objective": "sft"}) for layout in ("dp_shard=2", "cp=2", "tp=2,ep=2")),
+        (auxiliary, "tp=2,ep=2", {"objective": "sft"}),
     ]
     thorough = [
-        *(("tiny-hybrid", layout, True) for layout in ("dp_replicate=2,dp_shard=2,ep=2", "tp=2,pp=2,cp=2,ep=2")),
-        ("tiny-moe", "pp=2,vpp=2", True),
-        ("tiny-moe", "pp=4", "zero_bubble"),
-        ("tiny-hybrid", "tp=2,pp=2,cp=2,ep=2", "zero_bubble"),
+        *((auxiliary, layout, {"objective": "sft"}) for layout in ("dp_shard=2", "cp=2")),
+        (moe, "dp_shard=2,ep=2", {"recompute": "selective"}),
+        *(
+            (model, layout, {"overlap": overlap, "initializer_range": 0.1})
+            for model, layout, overlap in (
+                ("tiny-hybrid", "dp_replicate=2,dp_shard=2,ep=2", True),
+                ("tiny-hybrid", "tp=2,pp=2,cp=2,ep=2", True),
+                ("tiny-moe", "pp=2,vpp=2", True),
+                ("tiny-moe", "pp=4", "zero_bubble"),
+                ("tiny-hybrid", "tp=2,pp=2,cp=2,ep=2", "zero_bubble"),
+            )
+        ),
     ]
     return [
         *(pytest.param(*case, marks=pytest.mark.slow, id=f"{case[1]}-{case[2]}") for case in often),
-        *(
-            pytest.param(model, layout, {"overlap": overlap, "initializer_range": 0.1}, marks=pytest.mark.thorough)
-            for model, layout, overlap in thorough
-        ),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in thorough),
     ]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig
 
-from postlude.hf.lora_targets import adapter_configs
+from postlude.hf.linear_layers import adapter_configs
 from postlude.hf.read_model import read_model
 from postlude.layout import Layout
 from postlude.lora import LoRA
@@ -82,6 +82,7 @@ RUNS = [
     Run("tp=2,ep=2", ("qwen3_moe", "deepseek_v3"), "sft", PER_EXPERT),
     Run("pp=2,dp_shard=2,ep=2", ("gpt_oss", "qwen3_next"), overlap="zero_bubble"),
 ]
+OFTEN = ("cp=2", "tp=2,ep=2", "pp=2,dp_shard=2,ep=2")  # every axis, and every kind of block
 LARGER = Run("pp=2,cp=2,tp=2", ("llama", "qwen3", "qwen3_moe"), recompute="selective")
 
 
@@ -93,7 +94,8 @@ def runs() -> list[Any]:
     parameters = []
     for run in RUNS:
         remaining = replace(run, families=tuple(name for name in run.fitting_families if name not in run.families))
-        parameters.append(pytest.param(run, id=f"{run.layout}-{'-'.join(run.families)}", marks=pytest.mark.slow))
+        mark = pytest.mark.slow if run.layout in OFTEN else pytest.mark.thorough
+        parameters.append(pytest.param(run, id=f"{run.layout}-{'-'.join(run.families)}", marks=mark))
         parameters.append(
             pytest.param(remaining, id=f"{run.layout}-{'-'.join(remaining.families)}", marks=pytest.mark.thorough)
         )
@@ -115,8 +117,21 @@ def test_each_family_is_tested_in_two_layouts_and_each_layout_with_two_families(
     assert all(set(run.families) <= set(run.fitting_families) for run in RUNS)
 
 
-@pytest.mark.parametrize("lora", [SHARED, PER_EXPERT], ids=["shared_outer", "per_expert"])
-@pytest.mark.parametrize("name", ["llama-biases", *(name for name in MODELS if name != "llama")])
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [
+        pytest.param(
+            name,
+            lora,
+            id=f"{name}-{kind}",
+            marks=()
+            if kind == "shared_outer" or name == "gpt_oss"
+            else pytest.mark.thorough,  # each family, both kinds
+        )
+        for name in ("llama-biases", *(name for name in MODELS if name != "llama"))
+        for kind, lora in (("shared_outer", SHARED), ("per_expert", PER_EXPERT))
+    ],
+)
 def test_one_rank_equals_the_merged_model_and_peft(name: str, lora: LoRA) -> None:
     pytest.importorskip("peft")
     merged, peft = compare_adapters(CONFIGS[name](), lora)
