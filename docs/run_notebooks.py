@@ -1,37 +1,33 @@
-"""Runs the notebooks of docs/notebooks and stores what their cells print: python docs/run_notebooks.py [NAME...]."""
+"""Runs notebooks in a kernel and stores what their cells show: python docs/run_notebooks.py [NAME...]."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
-import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-NOTEBOOKS = Path(__file__).resolve().parent / "notebooks"
+import nbformat
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = {path.stem: path for path in (*ROOT.glob("docs/notebooks/*.ipynb"), *ROOT.glob("examples/*.ipynb"))}
+CELL_SECONDS = 600
 
 
-def run(path: Path) -> dict[str, Any]:
-    """Returns the notebook with the printed text of each cell. An exception of a cell is raised."""
-    notebook: dict[str, Any] = json.loads(path.read_text())
-    namespace: dict[str, Any] = {"__name__": "notebook"}
-    for number, cell in enumerate(notebook["cells"]):
-        if cell["cell_type"] != "code":
-            continue
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile("".join(cell["source"]), f"{path.name}, cell {number}", "exec"), namespace)
-        lines = printed.getvalue().splitlines(keepends=True)
-        cell["outputs"] = [{"output_type": "stream", "name": "stdout", "text": lines}] if lines else []
+def run(path: Path, directory: Path) -> Any:
+    """Returns the notebook with the outputs of its cells, run in this directory. An exception of a cell is raised."""
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(
+        notebook, timeout=CELL_SECONDS, coalesce_streams=True, resources={"metadata": {"path": str(directory)}}
+    ).execute()
+    for cell in notebook.cells:
+        cell.metadata.clear()  # it has times
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]  # of this machine
     return notebook
 
 
 if __name__ == "__main__":
-    os.chdir(tempfile.mkdtemp())  # notebooks write into the working directory
-    for name in sys.argv[1:] or sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")):
-        file = NOTEBOOKS / f"{name}.ipynb"
-        text = json.dumps(run(file), indent=1, ensure_ascii=False)
-        file.write_text(text + "\n")
+    for name in sys.argv[1:] or NOTEBOOKS:
+        nbformat.write(run(NOTEBOOKS[name], Path(tempfile.mkdtemp())), NOTEBOOKS[name])

@@ -21,22 +21,22 @@ import postlude
 from postlude.cli import DEMO, DEMO_RECIPE, _parser
 from postlude.objectives import __all__ as objective_names
 from postlude.recipes import __all__ as recipe_names
-from postlude.recipes.config.schema import options, type_text
+from postlude.recipes.config.keys import type_text
+from postlude.recipes.config.schema import options
 from postlude.recipes.registry import RECIPES
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
 ADVANTAGES = ("grpo", "rloo", "reinforce_plus_plus", "whiten", "gae")
 SAMPLING = (
-    "generator.Generator",
-    "distributed.SyncedGenerator",
-    "sampling_params.SamplingParams",
     "protocol.Completion",
     "protocol.Request",
     "session.Session",
 )
 SHIM, VENDORED_SHIM = "https://unpkg.com/iframe-worker/shim", "vendor/iframe-worker.js"
+NOTEBOOKS = (*sorted(ROOT.glob("docs/notebooks/*.ipynb")), *sorted(ROOT.glob("examples/*.ipynb")))
 SITE_PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
+SITE_PAGES |= {str(path.relative_to(ROOT)): f"notebooks/{path.stem}.md" for path in NOTEBOOKS}
 
 
 def home() -> str:
@@ -139,9 +139,11 @@ def notebook(path: Path) -> str:
     for cell in json.loads(path.read_text())["cells"]:
         source = "".join(cell["source"])
         parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
-        printed = "".join(text for output in cell.get("outputs", ()) for text in output.get("text", ()))
+        outputs = [output.get("data", {}) | output for output in cell.get("outputs", ())]
+        printed = "".join(text for output in outputs for text in output.get("text", ()))
         parts += [f"```text\n{printed.rstrip()}\n```"] if printed.strip() else []
-    here = f"This page is `docs/notebooks/{path.name}` of the repository. The test suite runs it."
+        parts += ["".join(output["image/svg+xml"]) for output in outputs if "image/svg+xml" in output]
+    here = f"This page is `{path.relative_to(ROOT)}` of the repository. The test suite runs it."
     return "\n\n".join([*parts, here]) + "\n"
 
 
@@ -149,7 +151,7 @@ def generated_pages() -> dict[str, Callable[[], str]]:
     """Returns the pages that are not files of docs/, by their path in the site."""
     pages = {"index.md": home, "changelog.md": changelog}
     pages |= {"reference/commands.md": commands, "reference/config.md": config, "reference/api.md": api}
-    for path in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
+    for path in NOTEBOOKS:
         pages[f"notebooks/{path.stem}.md"] = lambda path=path: notebook(path)
     return pages
 
@@ -157,21 +159,21 @@ def generated_pages() -> dict[str, Callable[[], str]]:
 def links_inside(text: str, page: str) -> tuple[str, set[str]]:
     """Returns a page's text with links that work in the site, and the files of the repository that it links to.
 
-    `page` is its path in the site. Links of the README are relative to the repository, others to docs/. A directory
-    has no page, so a link to one becomes its text, and a notebook is a page.
+    `page` is its path in the site. A directory has no page, so a link to one becomes its text, and a notebook is a
+    page.
     """
     files: set[str] = set()
-    base = "" if page in SITE_PAGES.values() else dirname(f"docs/{page}")
+    base = dirname({place: file for file, place in SITE_PAGES.items()}.get(page, f"docs/{page}"))
 
     def replaced(link: re.Match[str]) -> str:
         target, anchor = link[1], link[2] or ""
         path = normpath(f"{base}/{target}" if base else target)
         if "://" in target or target.startswith("mailto:"):
             return link[0]
-        if path.startswith("docs/") and not path.endswith(".py"):
-            inside = re.sub(r"\.ipynb$", ".md", path.removeprefix("docs/"))
-        elif path in SITE_PAGES:
+        if path in SITE_PAGES:
             inside = SITE_PAGES[path]
+        elif path.startswith("docs/") and not path.endswith(".py"):
+            inside = path.removeprefix("docs/")
         elif (ROOT / path).is_file():
             files.add(path)
             inside = f"source/{path}.txt"
