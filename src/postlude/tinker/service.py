@@ -103,12 +103,9 @@ class TinkerService:
 
     async def finish_session(self, owner: str, session_id: str, reason: str) -> None:
         """Ends a session at its client's wish. Its models are freed; its samplers stay until heartbeats stop."""
-        record = self.session_record(owner, session_id)
+        self.session_record(owner, session_id)  # raises if it is not the key's
+        await self._record_end(session_id, reason[:40])
         self._end_models(session_id, f"the client finished the session {session_id}, so its models were freed.")
-        if record.finished is None:
-            await self.save_session(
-                session_id, lambda session: replace(session, finished=reason[:40], ended=time.time())
-            )
 
     def session(self, owner: str, session_id: str) -> ClientSession:
         """Returns a session that is alive."""
@@ -321,6 +318,14 @@ class TinkerService:
         self.state.checkpoints.pop(path, None)
         await asyncio.to_thread(self.state.delete_files, path)
 
+    async def _record_end(self, session_id: str, reason: str) -> None:
+        """Saves why a session ended, before its models are freed: what a client sees freed has ended on disk too."""
+
+        def ended(session: SessionRecord) -> SessionRecord:
+            return replace(session, finished=reason, ended=time.time()) if session.finished is None else session
+
+        await self.save_session(session_id, ended)
+
     def _end_models(self, session_id: str, sentence: str) -> None:
         for model in list(self.training.models.values()):
             if model.session_id == session_id:
@@ -356,17 +361,13 @@ class TinkerService:
             )
             LOG.info("%s", sentence)
             del self.sessions[session_id]
+            with contextlib.suppress(HTTPError):  # on a full disk its models are freed all the same
+                await self._record_end(session_id, "expired")
             self._end_models(session_id, sentence)
             for sampler in [
                 candidate for candidate in self.samplers.samplers.values() if candidate.session_id == session_id
             ]:
                 await self.samplers.close(sampler, sentence)
-            record = self.state.sessions[session_id]
-            if record.finished is None:
-                with contextlib.suppress(HTTPError):
-                    await self.save_session(
-                        session_id, lambda candidate: replace(candidate, finished="expired", ended=time.time())
-                    )
 
     async def _forget_sessions(self) -> None:
         """Deletes finished sessions that are old, and the oldest ones of a key beyond its limit."""
