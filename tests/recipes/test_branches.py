@@ -14,7 +14,7 @@ from postlude.objectives import RewardKL, weights
 from postlude.objectives.advantages import gae, grpo
 from postlude.recipes.config.policy_configs import PPOConfig
 from postlude.recipes.ppo import PPOTrainer
-from postlude.recipes.rollout_columns import RolloutRows
+from postlude.recipes.rollout_columns import RolloutRows, to_minibatches
 from postlude.rollout.conversations import Trajectory
 from postlude.rollout.environments import Transcript
 from postlude.rollout.rewards import Score
@@ -102,7 +102,8 @@ def rows_of(trajectories: list[Trajectory], **settings: object) -> tuple[PPOTrai
     trainer, mesh = object.__new__(PPOTrainer), Mock()
     trainer.config = PPOConfig(**{"run": "nowhere", "critic": {"model": None}, **settings})  # type: ignore[arg-type]
     mesh.dp.rank = 0
-    (batch,) = trainer._minibatches(trajectories)
+    rewards = [trajectory.reward for trajectory in trajectories]
+    (batch,) = to_minibatches(trajectories, rewards, trainer.config)
     reference = [logprobs - 0.25 for logprobs in batch.columns["old_logprobs"]]
     batch = Batch(batch.sequences, {**batch.columns, "reference_logprobs": reference})
     return trainer, RolloutRows([batch], mesh, None)

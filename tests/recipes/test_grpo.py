@@ -28,9 +28,10 @@ from postlude.recipes.references import prune_references, reference_name
 from postlude.recipes.registry import RECIPES
 from postlude.recipes.report.metrics import explain
 from postlude.recipes.report.summary import read_summary
-from postlude.recipes.rollout_columns import RolloutRows, overlong_fraction, routing_column
+from postlude.recipes.rollout_columns import RolloutRows, routing_column
 from postlude.recipes.rollouts.evaluation_sets import evaluation_metrics
 from postlude.recipes.rollouts.sampler import RolloutBatch
+from postlude.recipes.rollouts.selection import TrajectorySelection, overlong_fraction
 from postlude.recipes.rollouts.trajectory_log import LOGGED_SAMPLES
 from postlude.recipes.row_sources import StepSizes
 from postlude.recipes.run.files import read_layers, read_metrics
@@ -492,7 +493,7 @@ def rollout_of(
     trainer, remaining = object.__new__(GRPOTrainer), iter(rounds)
     trainer.config = GRPOConfig(prompts_per_step=2, samples_per_prompt=3, run=Path("nowhere"), **settings)
     trainer.step, trainer.warm_start_steps, trainer.step_sizes = 0, 0, StepSizes(2, 2)
-    trainer.prompts_taken = 0
+    trainer.prompts_taken, trainer.selection = 0, TrajectorySelection(trainer.config, trainer.min_group_size)
     trainer.queue, trainer.run, trainer.health, trainer.rollout_sampler, trainer.engine, trainer.tokenizer = (
         Mock() for _ in range(6)
     )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -37,22 +36,19 @@ from postlude.recipes.dataset import prepare_chat
 from postlude.recipes.references import open_frozen_model, prune_references, reference_name
 from postlude.recipes.report.metrics import LOSS, REWARD_KL, SHARED, SKIPPED
 from postlude.recipes.rollout_columns import (
-    GROUP,
     MASK,
     REWARD,
-    TRAJECTORY,
     RolloutRows,
-    overlong_fraction,
     penalty_mean,
     policy_columns,
     reward_penalties,
-    routing_column,
-    sampling_mask_column,
+    to_minibatches,
 )
 from postlude.recipes.rollouts.evaluation_sets import EvaluationSet, evaluate, evaluated_tasks, open_sets
 from postlude.recipes.rollouts.prompts import PromptEncoding, build_environment, warm_start_example
 from postlude.recipes.rollouts.queue import RolloutQueue, policy_lag
 from postlude.recipes.rollouts.sampler import RolloutBatch, open_rollout_sampler, trajectory_metrics
+from postlude.recipes.rollouts.selection import TrajectorySelection
 from postlude.recipes.rollouts.trajectory_log import log_trajectories
 from postlude.recipes.row_sources import ROWS_TAKEN, SEED_STRIDE, MixedRows, OrderedRows, StepSizes
 from postlude.recipes.run.directory import checkpoint_step
@@ -83,6 +79,7 @@ class GRPOTrainer(Trainer):
         self.evaluate_every, self.evaluate_at_start = config.evaluation.every, config.evaluation.at_start
         self.reference: Reference | Engine | None = None
         self.objective: Objective = build_objective(config.objective)
+        self.selection = TrajectorySelection(config, self.min_group_size)
         with self.close_on_error():
             if config.reference_model is not None:
                 self.reference = open_frozen_model(config.reference_model, self.engine)
@@ -259,21 +256,19 @@ class GRPOTrainer(Trainer):
         metrics = trajectory_metrics(sampled)
         if self.config.samples_per_prompt > 1:
             new = [trajectory for trajectory in trained if not trajectory.trained_before]
-            metrics["groups_trained"] = len(self._groups_with_different_rewards(new)) / prompts
+            metrics["groups_trained"] = len(self.selection.groups_with_different_rewards(new)) / prompts
         metrics |= self.queue.take_metrics() | self.rollout_sampler.take_metrics()
         if (lag := policy_lag(trained, self.engine.step)) is not None:
             metrics["policy_lag"] = lag
-        before = {entry.group: entry.trained_before for entry in trained if entry.trained_before}
-        rewards_before = {group: [*map(self._reward, self._usable(others))] for group, others in before.items()}
-        return RolloutBatch(metrics, self._minibatches(trained), self.prompts_taken, rewards_before)
+        minibatches = to_minibatches(trained, [*map(self.selection.reward, trained)], self.config)
+        return RolloutBatch(metrics, minibatches, self.prompts_taken, self.selection.rewards_before(trained))
 
     def select_trajectories(self) -> tuple[list[Trajectory], list[Trajectory]]:
         """Returns the trajectories to train on, and all that were sampled.
 
-        Training leaves out trajectories that are not `trainable`, truncated ones if `overlong` masks them, and groups
-        of which only one trajectory is left. Dynamic sampling also excludes groups whose rewards are all equal, and
-        samples other groups in their place, at most `dynamic_sampling` times and while the epochs have prompts.
-        Episodes carried over from earlier steps join once they are done, beside the step's prompts.
+        Dynamic sampling samples other groups in the place of those that the selection leaves out, at most
+        `dynamic_sampling` times and while the epochs have prompts. Episodes carried over from earlier steps join once
+        they are done, beside the step's prompts.
         """
         config = self.config
         trained: list[Trajectory] = []
@@ -288,22 +283,9 @@ class GRPOTrainer(Trainer):
             self._set_prompts_taken(self.step + 1, self.prompts_taken + missing)
             trajectories = self.queue.take(missing, self.step)
             sampled += trajectories
-            trained += self._of_complete_groups(trajectories)
+            trained += self.selection(trajectories)
         carried = self.queue.take_carried(self.step) if self.queue.carries else []
-        return trained + self._of_complete_groups(carried), sampled + carried
-
-    def _of_complete_groups(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Returns the usable trajectories of groups with `min_group_size` of them, counting those trained on before."""
-        usable = self._usable(trajectories)
-        before = {entry.group: self._usable(entry.trained_before) for entry in usable}
-        sizes = Counter(trajectory.group for trajectory in usable)
-        groups = self._groups_with_different_rewards(usable) if self.config.dynamic_sampling else sizes.keys()
-        complete = {group for group in groups if sizes[group] + len(before[group]) >= self.min_group_size}
-        return [trajectory for trajectory in usable if trajectory.group in complete]
-
-    def _usable(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        masks = self.config.overlong == "mask"
-        return [entry for entry in trajectories if entry.trainable and not (masks and entry.truncated)]
+        return trained + self.selection(carried), sampled + carried
 
     def add_advantages(self, rows: RolloutRows) -> tuple[list[Batch], StepMetrics]:
         """Returns the minibatches of this rank with their advantages, and metrics. Every rank calls it."""
@@ -368,37 +350,6 @@ class GRPOTrainer(Trainer):
         """Whether the reference is a copy of the policy's earlier weights."""
         return self.config.has_reference and self.config.reference_model is None
 
-    def _minibatches(self, trajectories: Sequence[Trajectory]) -> list[Batch]:
-        """Returns the minibatches, with the columns that need no forward pass. Groups are assigned round-robin."""
-        config = self.config
-        sequences = [
-            (number, trajectory, transcript)
-            for number, trajectory in enumerate(trajectories)
-            for transcript in trajectory.transcripts
-        ]
-        numbers = [number for number, _, _ in sequences]
-        transcripts = [transcript for _, _, transcript in sequences]
-        groups = [trajectory.group for _, trajectory, _ in sequences]
-        positive = [float(trajectory.reward >= 1.0) for _, trajectory, _ in sequences]
-        logprobs = [torch.tensor(transcript.logprobs) for transcript in transcripts]
-        columns = policy_columns([transcript.mask for transcript in transcripts], groups, numbers, positive, logprobs)
-        rewards = [self._reward(trajectory) for _, trajectory, _ in sequences]
-        columns |= {REWARD: rewards, GROUP: groups, TRAJECTORY: numbers}
-        if config.replay_routing:
-            columns[ROUTING] = routing_column(transcripts)
-        if config.masks_sampling:
-            columns[SAMPLING_MASK] = sampling_mask_column(transcripts)
-        count = config.minibatches
-        group_indices = {group: index for index, group in enumerate(dict.fromkeys(groups))}
-        minibatches = []
-        for number in range(count):
-            rows = [row for row, group in enumerate(groups) if group_indices[group] % count == number]
-            if rows:
-                minibatch_columns = {name: [values[row] for row in rows] for name, values in columns.items()}
-                tokens = [transcripts[row].tokens for row in rows]
-                minibatches.append(Batch(tokens, minibatch_columns, temperature=config.sampling.temperature))
-        return minibatches
-
     def _with_logprobs(self, batch: Batch) -> Batch:
         """Adds log-probs of the trainer and of the reference, as configured."""
         columns: dict[str, Any] = dict(batch.columns)
@@ -412,18 +363,6 @@ class GRPOTrainer(Trainer):
                 scored = self.reference.logprobs(replace(batch, columns=masks))
                 columns["reference_logprobs"] = scored.logprob
         return replace(batch, columns=columns)
-
-    def _reward(self, trajectory: Trajectory) -> float:
-        config = self.config
-        fraction = overlong_fraction(trajectory, config.sampling.max_new_tokens, config.overlong_buffer)
-        return trajectory.reward - config.overlong_penalty * fraction
-
-    def _groups_with_different_rewards(self, trajectories: Sequence[Trajectory]) -> set[int]:
-        rewards: dict[int, set[float]] = {}
-        for trajectory in trajectories:
-            compared = [trajectory, *self._usable(trajectory.trained_before)]
-            rewards.setdefault(trajectory.group, set()).update(map(self._reward, compared))
-        return {group for group, values in rewards.items() if len(values) > 1}
 
     @classmethod
     def checks(cls, inputs: PreflightInputs) -> list[Check]:

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from postlude.data import Batch
+from postlude.data.microbatch import ROUTING, SAMPLING_MASK
 from postlude.objectives import RewardKL, weights
 from postlude.objectives.advantages import grpo
+from postlude.recipes.config.policy_configs import PolicyConfig
 from postlude.rollout.conversations import Trajectory
 from postlude.rollout.environments import Transcript
 from postlude.world.agreement import gather_and_decide
@@ -78,15 +80,28 @@ def _padded_masks(masks: Sequence[Sequence[int]], size: int) -> Tensor:
     return torch.from_numpy(column)
 
 
-def overlong_fraction(trajectory: Trajectory, max_new_tokens: int, buffer: int) -> float:
-    """Returns the fraction of the overlong penalty that a trajectory gets for its longest turn, from 0 to 1.
-
-    It grows linearly over the last `buffer` tokens; without a buffer it is 1 if a turn was truncated.
-    """
-    if not buffer:
-        return float(trajectory.truncated)
-    longest = max((len(completion.tokens) for completion in trajectory.completions), default=0)
-    return min(max((longest - max_new_tokens + buffer) / buffer, 0.0), 1.0)
+def to_minibatches(trajectories: Sequence[Trajectory], rewards: Sequence[float], config: PolicyConfig) -> list[Batch]:
+    """Returns the minibatches, with the columns that need no forward pass. Groups are assigned round-robin."""
+    owners = [number for number, trajectory in enumerate(trajectories) for _ in trajectory.transcripts]
+    transcripts = [transcript for trajectory in trajectories for transcript in trajectory.transcripts]
+    groups = [trajectories[owner].group for owner in owners]
+    positive = [float(trajectories[owner].reward >= 1.0) for owner in owners]
+    logprobs = [torch.tensor(transcript.logprobs) for transcript in transcripts]
+    columns = policy_columns([transcript.mask for transcript in transcripts], groups, owners, positive, logprobs)
+    columns |= {REWARD: [rewards[owner] for owner in owners], GROUP: groups, TRAJECTORY: owners}
+    if config.replay_routing:
+        columns[ROUTING] = routing_column(transcripts)
+    if config.masks_sampling:
+        columns[SAMPLING_MASK] = sampling_mask_column(transcripts)
+    group_indices = {group: index for index, group in enumerate(dict.fromkeys(groups))}
+    minibatches = []
+    for number in range(config.minibatches):
+        rows = [row for row, group in enumerate(groups) if group_indices[group] % config.minibatches == number]
+        if rows:
+            minibatch_columns = {name: [values[row] for row in rows] for name, values in columns.items()}
+            tokens = [transcripts[row].tokens for row in rows]
+            minibatches.append(Batch(tokens, minibatch_columns, temperature=config.sampling.temperature))
+    return minibatches
 
 
 class RolloutRows:
