@@ -11,6 +11,7 @@ from torch import Tensor
 from postlude import Batch, Engine, Layout, Loss, OutputInputs
 from postlude.model.blocks import MoEConfig
 from postlude.objectives import MTP, SFT, Objective, PolicyGradient, total
+from postlude.options import SharePrefixes
 from tests.engine.training import bitwise_equal, error_text
 from tests.equality import assert_equal
 from tests.meshes import mesh
@@ -70,6 +71,25 @@ def test_several_calls_with_the_counts_of_the_step_equal_one(ranks: Any, layout:
         assert ahead.startswith('LookupError: a loss is a mean over "tokens +1", whose sum over the step is not known')
         assert every.startswith('LookupError: counts has no "all_tokens"')
         assert "or different counts" in differ
+
+
+def step_with_shared_tokens(group: Any, share: SharePrefixes) -> dict[str, Tensor]:
+    """Returns the gradients of a step of two calls with the counts of both, whose sequences begin alike."""
+    source = small_config("[*E]{2}", blocks={"E": EXPERTS})
+    engine = Engine(source, budget=32, share_prefixes=share)
+    tokens = sequences(20)[0]
+    parts = [Batch([tokens[:length] for length in lengths]) for lengths in ((20, 12), (9, 15, 8))]
+    counts = engine.count(*parts)
+    results = [engine.forward_backward(part, SFT(), counts=counts) for part in parts]
+    assert all((result.shared_tokens > 0) == (share == "always") for result in results)
+    return gradients(engine)
+
+
+def test_shared_tokens_have_the_counts_of_the_step(ranks: Any) -> None:
+    """Of the auxiliary losses too, whose gradients are those of the routers."""
+    (expected,), (actual,) = (ranks(1, step_with_shared_tokens, share) for share in ("off", "always"))
+    for name, gradient in expected.items():
+        assert_equal(actual[name], gradient, name)
 
 
 def losses_with_empty_counts(group: Any) -> list[float]:

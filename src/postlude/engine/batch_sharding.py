@@ -229,6 +229,8 @@ def shard_batch(
     bin_indices = range(mesh.dp.rank, len(plan.bins), mesh.dp.size)
     content = _agreed_content(batch, plan, bin_indices, mesh.dp, config, check)
     microbatches = build_microbatches(plan, bin_indices, content, depths, batch.temperature)
+    if step_counts and "all_tokens" in step_counts:  # before shared segments are made of them
+        microbatches = [_with_step_tokens(microbatch, int(step_counts["all_tokens"])) for microbatch in microbatches]
     counts = {"sequences": float(len(plan.lengths))}
     for depth in range(depths + 1):
         counts[count_name("tokens", depth)] = float(sum(max(0, length - 1 - depth) for length in plan.lengths))
@@ -302,24 +304,19 @@ def _content_key(rank: int) -> str:
     return f"content of data-parallel rank {rank}"
 
 
-def with_step_tokens(local: LocalBatch, counts: Mapping[str, float], config: ModelConfig) -> list[Microbatch]:
-    """Returns the microbatches with the token count of the whole step, for the means of routers' auxiliary losses."""
-    if "all_tokens" in counts:
-        tokens = int(counts["all_tokens"])
-        return [
-            replace(
-                microbatch,
-                batch_tokens=tokens,
-                mtp_microbatches=tuple(replace(depth, batch_tokens=tokens) for depth in microbatch.mtp_microbatches),
-            )
-            for microbatch in local.microbatches
-        ]
-    if any(block.has_aux_losses for block in config.blocks.values()):
+def _with_step_tokens(microbatch: Microbatch, tokens: int) -> Microbatch:
+    """Returns the microbatch with the token count of the whole step, for the means of routers' auxiliary losses."""
+    depths = tuple(replace(depth, batch_tokens=tokens) for depth in microbatch.mtp_microbatches)
+    return replace(microbatch, batch_tokens=tokens, mtp_microbatches=depths)
+
+
+def check_step_tokens(counts: Mapping[str, float], config: ModelConfig) -> None:
+    """Raises LookupError if the counts of a step lack the token count that its auxiliary losses need."""
+    if "all_tokens" not in counts and any(block.has_aux_losses for block in config.blocks.values()):
         raise LookupError(
             'counts has no "all_tokens", the number of tokens of the step, which routers\' auxiliary losses need. '
             "Pass counts=engine.count(*batches) with all batches of the step."
         )
-    return local.microbatches
 
 
 def _local_prefixes(batch: Batch, share: SharePrefixes, rank: int) -> PrefixOrder | None:

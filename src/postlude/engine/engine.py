@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from postlude.data import Batch
 from postlude.engine import checkpoint, export, gradients, streaming
 from postlude.engine.adapters import Adapters, add_adapter_configs, weight_deltas
-from postlude.engine.batch_sharding import LocalBatch, shard_batch, supported_sharing, with_step_tokens
+from postlude.engine.batch_sharding import LocalBatch, check_step_tokens, shard_batch, supported_sharing
 from postlude.engine.failure_state import FailureState
 from postlude.engine.normalizer import LossNormalizer, check_counts
 from postlude.engine.objective_processor import ObjectiveProcessor
@@ -159,12 +159,13 @@ class Engine(TrainingStateProperties):
         """
         self.adapters.check_trainable()
         local = self._shard(batch, counts)
-        microbatches = with_step_tokens(local, counts, self.config) if counts else local.microbatches
+        if counts:
+            check_step_tokens(counts, self.config)
         record = self._loss_record(objective, local, counts)
         with self.failure_state.guard_pass("forward_backward", self.training_state.rebuild, gradients=True):
             self.training_state.free_shared_gradients()
             processor = ObjectiveProcessor(objective, record, self.stages.trains_depths)
-            self.stages.forward_backward(microbatches, processor, recorder)
+            self.stages.forward_backward(local.microbatches, processor, recorder)
             gradients.fill_and_reduce_shared(self.parameters, self.shared_parameters, self.mesh)
             layer_sums = self.layer_metrics.take_sums(self.stages.blocks, self.device)
             reduced = self._reduce_pass(record, layer_sums)
