@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from postlude.data.bins import find_shared_prefixes, plan_bins
+from postlude.data.bins import find_shared_prefixes, plan_bins, plan_sharded_bins
 from postlude.data.prefix_tree import PrefixOrder, SegmentTree
 from postlude.ops.row_gather import RowGather
 from tests.equality import assert_equal
@@ -64,6 +64,20 @@ def test_bins_hold_every_sequence_once_within_the_budget(sequences, budget, mult
         assert len(prefixes_of([sequences[member] for member in members])) <= budget
         for member in members if groups else ():
             assert set(members) >= {index for index, group in enumerate(groups) if group == groups[member]}
+
+
+@settings(max_examples=300)
+@given(BATCHES, st.integers(7, 20), st.integers(1, 4), st.data())
+def test_sharded_bins_hold_every_sequence_once_on_its_owner(sequences, budget, ranks, data):
+    lengths = [len(sequence) for sequence in sequences]
+    owners = data.draw(st.lists(st.integers(0, ranks - 1), min_size=len(lengths), max_size=len(lengths)))
+    prefixes = PrefixOrder.of(sequences)
+    bins = plan_sharded_bins(lengths, owners, ranks, budget, prefixes=prefixes)
+    assert sorted(member for members in bins for member in members) == list(range(len(sequences)))
+    assert len(bins) % ranks == 0
+    for number, members in enumerate(bins):
+        assert all(owners[member] == number % ranks for member in members)
+        assert prefixes.among(members).computed_tokens(lengths) <= budget
 
 
 def test_sequences_that_share_stay_together_as_far_as_ranks_need_work():

@@ -87,6 +87,7 @@ def plan_sharded_bins(
 
     Every rank gets as many bins as the rank that needs most. Bin k belongs to rank k % ranks.
     """
+    _check_lengths(lengths, budget)
     if len(owners) != len(lengths):
         raise ValueError(f"there are {len(owners)} owners for {len(lengths)} sequences. Give one per sequence.")
     members_of: list[list[int]] = [[] for _ in range(ranks)]
@@ -96,24 +97,22 @@ def plan_sharded_bins(
                 f"sequence {index} is held by data-parallel rank {owner}, but there are ranks 0 to {ranks - 1}."
             )
         members_of[owner].append(index)
-    if groups is not None:
-        rank_of: dict[Hashable, int] = {}
-        for index, (group, owner) in enumerate(zip(groups, owners, strict=False)):
-            if rank_of.setdefault(group, owner) != owner:
+    for first, *others in () if groups is None else _members_by_group(groups, len(lengths)):
+        for index in others:
+            if owners[index] != owners[first]:
                 raise ValueError(
-                    f"sequence {index} of group {group!r} is held by data-parallel rank {owner}, but others of its "
-                    f"group by rank {rank_of[group]}. Let one rank hold a whole group."
+                    f"sequence {index} of group {groups and groups[index]!r} is held by data-parallel rank "
+                    f"{owners[index]}, but others of its group by rank {owners[first]}. Let one rank hold a whole "
+                    "group."
                 )
 
-    def plan(members: list[int], multiple_of: int) -> list[list[int]]:
+    def plan(members: list[int], count: int) -> list[list[int]]:
+        """Returns a multiple of `count` bins. Sequences are joined as for one bin, so that no count needs more bins."""
+        member_lengths = [lengths[member] for member in members]
         member_groups = None if groups is None else [groups[member] for member in members]
-        bins = plan_bins(
-            [lengths[member] for member in members],
-            budget,
-            multiple_of=multiple_of,
-            groups=member_groups,
-            prefixes=None if prefixes is None else prefixes.renumbered(members),
-        )
+        member_prefixes = None if prefixes is None else prefixes.renumbered(members)
+        units = _units(member_lengths, budget, 1, member_groups, member_prefixes)
+        bins = _fill_bins(units, member_lengths, budget, count, member_prefixes)
         return [[members[index] for index in indices] for indices in bins]
 
     count = max(len(plan(members, 1)) for members in members_of)
@@ -137,9 +136,15 @@ def plan_bins(
     has one entry per sequence: sequences of the same group stay in one bin. Tokens that sequences of a bin share by
     `prefixes` count once, and sequences that share tokens stay in one bin as far as budget and balance allow.
     """
-    for name, value in (("budget", budget), ("multiple_of", multiple_of)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}, but the minimum is 1. Give a positive {name}.")
+    if multiple_of < 1:
+        raise ValueError(f"multiple_of is {multiple_of}, but the minimum is 1. Give a positive multiple_of.")
+    _check_lengths(lengths, budget)
+    return _fill_bins(_units(lengths, budget, multiple_of, groups, prefixes), lengths, budget, multiple_of, prefixes)
+
+
+def _check_lengths(lengths: Sequence[int], budget: int) -> None:
+    if budget < 1:
+        raise ValueError(f"budget is {budget}, but the minimum is 1. Give a positive budget.")
     for index, length in enumerate(lengths):
         if length < 1:
             raise ValueError(f"sequence {index} has length {length}, but the minimum is 1. Leave out empty sequences.")
@@ -148,18 +153,40 @@ def plan_bins(
                 f"sequence {index} has {length} tokens, over the budget of {budget}. "
                 f"Raise the budget to at least {length}, or pack with truncate=True."
             )
-    if not lengths:
-        return []
+
+
+def _units(
+    lengths: Sequence[int],
+    budget: int,
+    ranks: int,
+    groups: Sequence[Hashable] | None,
+    prefixes: PrefixOrder | None,
+) -> list[list[int]]:
+    """Returns the sequences that stay in one bin, of which each of `ranks` should get its part."""
     units = [[index] for index in range(len(lengths))] if groups is None else _members_by_group(groups, len(lengths))
-    if prefixes is not None:
-        units = _join_sharing(units, lengths, prefixes, budget, multiple_of)
-    sizes, costs = zip(*(_unit_size_and_cost(unit, lengths, prefixes) for unit in units), strict=True)
-    for unit, size in zip(units, sizes, strict=True):
+    if prefixes is not None and units:
+        units = _join_sharing(units, lengths, prefixes, budget, ranks)
+    for unit in units:
+        size, _ = _unit_size_and_cost(unit, lengths, prefixes)
         if size > budget:
             raise ValueError(
                 f"sequences {', '.join(map(str, unit))} of group {groups and groups[unit[0]]!r} stay together and have "
                 f"{size} tokens, over the budget of {budget}. Raise the budget to at least {size}, or shorten them."
             )
+    return units
+
+
+def _fill_bins(
+    units: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    budget: int,
+    multiple_of: int,
+    prefixes: PrefixOrder | None,
+) -> list[list[int]]:
+    """Returns bins of whole units, in descending cost."""
+    if not units:
+        return []
+    sizes, costs = zip(*(_unit_size_and_cost(unit, lengths, prefixes) for unit in units), strict=True)
     bins = fewest_bins(sizes, budget)
     bins += [[] for _ in range(-len(bins) % multiple_of)]
     bins = balance_bins(bins, sizes, costs, budget)
@@ -176,16 +203,16 @@ def _unit_size_and_cost(unit: Sequence[int], lengths: Sequence[int], prefixes: P
 
 
 def _join_sharing(
-    units: list[list[int]], lengths: Sequence[int], prefixes: PrefixOrder, budget: int, multiple_of: int
+    units: list[list[int]], lengths: Sequence[int], prefixes: PrefixOrder, budget: int, ranks: int
 ) -> list[list[int]]:
-    """Joins units whose sequences share tokens, up to a size that leaves each of `multiple_of` ranks its part.
+    """Joins units whose sequences share tokens, up to a size that leaves each of `ranks` its part.
 
     Units are joined in the order of their first sequences, in which neighbours share most: a tree that is too large
     is divided where the least is computed twice, or nearly so.
     """
     unit_of = {member: number for number, unit in enumerate(units) for member in unit}
     largest = max(_unit_size_and_cost(unit, lengths, prefixes)[0] for unit in units)
-    limit = min(budget, max(largest, -(-prefixes.computed_tokens(lengths) // multiple_of)))
+    limit = min(budget, max(largest, -(-prefixes.computed_tokens(lengths) // ranks)))
     joined: list[list[int]] = []
     size, seen = 0, set()
     for member, common in zip(prefixes.order, prefixes.common, strict=True):
