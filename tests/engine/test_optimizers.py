@@ -205,6 +205,42 @@ def test_split_weights_of_every_block_are_bit_identical_to_one_rank(ranks: Any) 
         assert bitwise_equal(actual, expected[1])
 
 
+def resumed_with_fp32_parameters(group: Any, directory: str) -> list[dict[str, Tensor]]:
+    """Returns the weights, with all bits, of a run of split weights and of runs resumed before and after its step.
+
+    A critic, a router and recurrent blocks keep some parameters in fp32.
+    """
+    experts = MoEConfig(experts=4, top_k=2, intermediate_size=12, router_fp32=True)
+    source = small_config("[GE][M-]", blocks={"E": experts})
+
+    def built() -> Engine:
+        return build("", source, optimizer=AdamW(lr=1e-2), weights="split", critic=True)
+
+    def step(engine: Engine) -> None:
+        engine.forward_backward(Batch(sequences(20, 17, 3)), SFT())
+        engine.optimizer_step()
+
+    engine = built()
+    engine.save(f"{directory}/0")
+    step(engine)
+    engine.save(f"{directory}/1")
+    fresh = [built(), built()]
+    for number, resumed_engine in enumerate(fresh):
+        resumed_engine.load(f"{directory}/{number}")
+    rewound = built()
+    step(rewound)
+    rewound.load(f"{directory}/0")
+    for other in (engine, fresh[0], fresh[0], fresh[1], rewound, rewound):
+        step(other)
+    return [dict(other.stream_weights(dtype=torch.float32)) for other in (engine, *fresh, rewound)]
+
+
+def test_split_runs_with_fp32_parameters_resume(ranks: Any, tmp_path: Path) -> None:
+    ((expected, *others),) = ranks(1, resumed_with_fp32_parameters, str(tmp_path))
+    for actual in others:
+        assert bitwise_equal(actual, expected)
+
+
 def update_in_pieces(group: Any) -> bool:
     """Returns whether state loaded in pieces of a row or two updates weights like state that is not."""
     results = []

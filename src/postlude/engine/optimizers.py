@@ -223,10 +223,13 @@ class ShardedAdamW(torch.optim.Optimizer):
         return low_bits
 
     def set_low_bits(self, low_bits: dict[str, Tensor]) -> None:
-        """Makes the state of these parameters, with their low bits, which are taken from the mapping one by one."""
-        for parameter, name in self.names.items():
-            if name in low_bits:
-                self.state[parameter] = self._initial_state(parameter)
+        """Takes the low bits of split weights from the mapping one by one, and makes the state that has them.
+
+        Parameters in fp32 get theirs too: a checkpoint has the state of all parameters or of none.
+        """
+        for parameter, name in self.names.items() if self.weight_storage == "split" else ():
+            self.state[parameter] = self._initial_state(parameter)
+            if LOW in self.state[parameter]:
                 self.state[parameter][LOW].copy_(low_bits.pop(name))
 
     def _initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
