@@ -11,6 +11,7 @@ import torch
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from postlude import AdamW, pack
+from postlude.head import HeadConfig
 from postlude.hf.linear_layers import adapter_configs
 from postlude.hf.read_model import read_model
 from postlude.layout import Layout, Stage
@@ -111,6 +112,17 @@ def test_deferred_weight_gradients_are_held_until_computed() -> None:
             plain_bytes.working,
             plain_bytes.head,
         )
+
+
+def test_head_memory_is_that_of_its_settings() -> None:
+    config = replace(config_of("tiny-dense"), vocab_size=50_000)
+    (default,), (small,), (plain,) = (
+        estimates(config, "", head=head)
+        for head in (HeadConfig(), HeadConfig(memory_budget=1 << 20), HeadConfig(backend="logits"))
+    )
+    all_logits = BUDGET * config.vocab_size * 4
+    assert small.head < default.head < plain.head
+    assert plain.head > 2 * all_logits
 
 
 @pytest.mark.parametrize("repeated", [False, True])

@@ -29,6 +29,7 @@ from postlude.training_options import TrainingOptions
 STORED = 4  # bytes of a stored parameter, of its gradient, and of each number of the optimizer
 NARROW = 2  # bytes of a parameter that is stored in bf16
 WORKING = 0.35  # gradients that a backward holds, roughly, as a fraction of what its largest block keeps
+LOGIT_COPIES = 4  # of all logits in fp32, with the plain head: what their softmax keeps, and gradients
 ADAPTED = 0.7  # share of `saved_activations` that a block with adapters keeps: measured on an H200, docs/lora.md
 
 
@@ -120,7 +121,7 @@ def estimate_memory(
                 else _gathered(sizes, stages, layout, compute_bytes, overlap=overlap, once=options.gather_once),
                 activations=int(in_flight * tokens * compute_bytes),
                 working=int(at_work * tokens * compute_bytes),
-                head=_head(config, layout, -(-budget // layout.cp), device, compute_bytes, lora) if last else 0,
+                head=_head(config, options, device, compute_bytes, frozen=lora) if last else 0,
                 host=int(in_host * tokens * compute_bytes),
                 summed=0 if lora else _summed(sizes, stages, layout, compute_bytes, once=options.gather_once),
             )
@@ -268,12 +269,16 @@ def _backward_numbers(config: ModelConfig, stage: Stage, recompute: Recompute, m
     return largest * WORKING + recomputed
 
 
-def _head(config: ModelConfig, layout: Layout, tokens: int, device: str, compute_bytes: int, frozen: bool) -> int:
+def _head(config: ModelConfig, options: TrainingOptions, device: str, compute_bytes: int, *, frozen: bool) -> int:
     """Returns the bytes of a chunk of logits, and of the gradients of the head's input and, unless frozen, weight."""
+    layout, tokens = options.layout, -(-options.budget // options.layout.cp)
     columns = -(-config.vocab_size // layout.tp)
+    if options.head.backend == "logits":
+        numbers = (tokens + (not frozen) * columns) * config.hidden_size
+        return tokens * columns * LOGIT_COPIES * STORED + numbers * compute_bytes
     logit_bytes = 8 if device == "cpu" else 4  # on a CPU they are also held as probabilities
     shape = Shape(rows=tokens, columns=columns, hidden=config.hidden_size, logit_bytes=logit_bytes, device=device)
-    plan = plan_sweep(shape, weight_gradient=not frozen)
+    plan = plan_sweep(shape, weight_gradient=not frozen, memory_budget=options.head.memory_budget)
     rows, width = plan.largest(shape)
     weight = columns * config.hidden_size * (compute_bytes + shape.accumulator_bytes * (plan.count(shape) > 1))
     states = tokens * config.hidden_size * (shape.accumulator_bytes + compute_bytes)
