@@ -46,6 +46,15 @@ def test_parquet_equals_jsonl(tmp_path: Path) -> None:
         read_rows(tmp_path / "torn.parquet")
 
 
+def test_parquet_with_a_column_twice_is_refused(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table([[1], [2]], names=["a", "a"]), tmp_path / "train.parquet")
+    with pytest.raises(ValueError, match=r'train\.parquet cannot be read as parquet: it has the column "a" twice'):
+        read_rows(tmp_path / "train.parquet")
+
+
 def test_parquet_drops_null_keys_that_only_other_rows_have(tmp_path: Path) -> None:
     """All structs of a column have the same keys; those that a row lacks are null and are dropped."""
     pyarrow = pytest.importorskip("pyarrow")
@@ -88,6 +97,7 @@ def test_error_names_files_of_a_folder_that_are_not_read(tmp_path: Path, caplog:
     ("name", "text", "sentence"),
     [
         ("d.csv", "a,b\n1,2\n1,2,3\n", r"line 3 of d\.csv has 3 cells, but its first line names 2 columns"),
+        ("d.csv", "a,b,a\n1,2,3\n", r'd\.csv has the column "a" twice\. Rename one'),
         ("d.csv", b"a,b\n\xff,1\n", r"d\.csv is not UTF-8 text"),
         ("d.csv", 'a,b\n"1,2\n', r"line 2 of d\.csv is not CSV: unexpected end of data"),
         ("d.jsonl.gz", "no gzip", r"d\.jsonl\.gz cannot be read as gzip"),
@@ -97,6 +107,7 @@ def test_error_names_files_of_a_folder_that_are_not_read(tmp_path: Path, caplog:
             r"d\.jsonl\.gz cannot be read as gzip: .*cut off",
         ),
         ("d.json", '[{"a": 1},\n{"a" 2}]', r"d\.json is not JSON: .* at line 2, column 6"),
+        ("d.json", '[{"b": [{"a": 1, "a": 2}]}]', r'd\.json cannot be read: it has the key "a" twice\. Write'),
         ("d.json", '[{"a": 1},\n2]', r"row 1 of d\.json holds a JSON int"),
         ("d.json", '[{"a": ' + "[" * 50_000 + "]" * 50_000 + "}]", r"d\.json cannot be read: .*recursion"),
         ("d.jsonl", '{"a": ' + "9" * 5000 + "}\n", r"line 1 of d\.jsonl cannot be read: Exceeds the limit"),
@@ -123,9 +134,10 @@ def test_folder_is_read_file_by_file_in_name_order(tmp_path: Path) -> None:
     [
         (
             lines(ROWS) + '{"prompt": "tor',
-            r"line 6 of d\.jsonl is not JSON: .* at column 12\. .*was the file cut off\?",
+            r"line 6 of d\.jsonl is not JSON: Unterminated string starting at column 12\. .*was the file cut off\?",
         ),
         (lines(ROWS[:1]) + "{'a': 1}\n" + lines(ROWS), r"line 2 of d\.jsonl is not JSON: .* at column 2\.$"),
+        ('{"a": 1, "b": 1, "a": 2}\n', r'line 1 of d\.jsonl cannot be read: it has the key "a" twice\. Fix it, or'),
         ("[1, 2]\n", r"line 1 of d\.jsonl holds a JSON list, but a row is an object"),
         (b'{"a": 1}\n{"a": "\xff"}\n', r"line 2 of d\.jsonl is not UTF-8 text: "),
         ("\n\n", r"d\.jsonl has no rows\. Give a file"),

@@ -207,12 +207,13 @@ def _is_list(file: io.BufferedIOBase) -> bool:
 
 def _read_list(file: io.BufferedIOBase, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
-        rows = json.loads(file.read().decode("utf-8-sig"))
+        rows = json.loads(file.read().decode("utf-8-sig"), object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}.") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
+        place = f"line {error.lineno}, column {error.colno}"
+        raise ValueError(f"{name} is not JSON: {_json_fault(error)} at {place}.") from error
+    except (ValueError, RecursionError) as error:  # a key twice, a number of thousands of digits, lists in lists
         raise ValueError(f"{name} cannot be read: {error}. Write one object per line to find the row.") from error
     for number, row in enumerate(rows):
         yield _checked_row(row, f"row {number} of {name}", "Give a list of objects.")
@@ -229,15 +230,36 @@ def parse_line(line: bytes, number: int, name: str) -> tuple[str, Mapping[str, A
     location = f"line {number} of {name}"
     try:
         text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-        row = json.loads(text) if text else None
+        row = json.loads(text, object_pairs_hook=_object) if text else None
     except UnicodeDecodeError as error:
         raise ValueError(f"{location} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
     except json.JSONDecodeError as error:
         torn = "" if line.endswith(b"\n") else " It is the last line and has no end: was the file cut off?"
-        raise ValueError(f"{location} is not JSON: {error.msg} at column {error.colno}.{torn}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
-        raise ValueError(f"{location} cannot be read: {error}. Leave it out.") from error
+        raise ValueError(f"{location} is not JSON: {_json_fault(error)} at column {error.colno}.{torn}") from error
+    except (ValueError, RecursionError) as error:  # a key twice, a number of thousands of digits, lists in lists
+        raise ValueError(f"{location} cannot be read: {error}. Fix it, or leave it out.") from error
     return _checked_row(row, location, "Write one object per line.") if text else None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object of JSON. Raises if it has a key twice, of which all but the last value would be lost."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError(f'it has the key "{_repeated([key for key, _ in pairs])}" twice')
+    return values
+
+
+def _repeated(names: Sequence[str]) -> str | None:
+    return next((name for name in names if names.count(name) > 1), None)
+
+
+def _check_columns(columns: Sequence[str], name: str) -> None:
+    if twice := _repeated([column for column in columns if column]):  # tables have nameless columns at their end
+        raise ValueError(f'{name} has the column "{twice}" twice. Rename one, or leave it out.')
+
+
+def _json_fault(error: json.JSONDecodeError) -> str:
+    return error.msg.removesuffix(" at")  # as in "Unterminated string starting at"
 
 
 def _checked_row(row: Any, location: str, fix: str) -> tuple[str, Mapping[str, Any]]:
@@ -255,6 +277,7 @@ def _read_csv(file: io.BufferedIOBase, name: str) -> Iterator[tuple[str, Mapping
     reader = csv.reader(io.TextIOWrapper(binary, encoding="utf-8-sig", newline=""), strict=True)
     try:
         columns = next(reader, [])
+        _check_columns(columns, name)
         for cells in reader:
             if len(cells) not in (0, len(columns)):
                 raise ValueError(
@@ -281,6 +304,7 @@ def read_parquet(path: Path, skip: int = 0) -> Iterator[tuple[str, Mapping[str, 
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
+            _check_columns(file.schema_arrow.names, "it")
             for group in range(file.num_row_groups):
                 size = file.metadata.row_group(group).num_rows
                 if number + size > skip:
