@@ -97,6 +97,18 @@ def test_assistant_turns_are_trained_on_including_end_tokens(template: str) -> N
     assert learned(encode_conversation(encoder(template), [HELLO, MORE, BYE])) == "Hello.<|im_end|>Bye\n<|im_end|>"
 
 
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED])
+def test_a_message_of_weight_0_is_read_and_not_trained_on(template: str) -> None:
+    weighted = [USER, {**HELLO, "weight": 0}, MORE, {**BYE, "weight": 1}]
+    encoded = encode_conversation(encoder(template), weighted)
+    assert encoded.tokens == encode_conversation(encoder(template), TALK).tokens
+    assert learned(encoded) == "Bye\n<|im_end|>"
+    with pytest.raises(ValueError, match="row 1 has no message of the assistant to train on"):
+        encoder(template, turns="last").conversation([*TALK[:-1], {**BYE, "weight": 0}], "row 1")
+    with pytest.raises(ValueError, match=r"message 3 of row 1 has the weight 0\.5, but a weight is 1, or 0"):
+        encoder(template).conversation([*TALK[:-1], {**BYE, "weight": 0.5}], "row 1")
+
+
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKED, None])
 def test_trained_turn_follows_the_prompt_of_a_rollout(template: str | None) -> None:
     chat_encoder = encoder(template)

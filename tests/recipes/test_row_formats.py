@@ -56,6 +56,10 @@ def encoded(
     [
         ({"conversations": SHARED}, {"messages": TALK}),
         ({"conversations": TALK}, {"messages": TALK}),
+        (
+            {"conversations": [*SHARED[:1], {**SHARED[1], "weight": 0}, *SHARED]},
+            {"messages": [*TALK[:1], {**TALK[1], "weight": 0}, *TALK]},
+        ),
         ({"conversations": SHARED, "system": "be brief"}, {"messages": [SYSTEM, *TALK]}),
         ({"conversations": [{"from": "system", "value": "be brief"}, *SHARED]}, {"messages": [SYSTEM, *TALK]}),
         (
@@ -118,7 +122,7 @@ def test_pairs_may_share_their_prompt(tmp_path: Path) -> None:
     together = {"chosen": f"{start} good", "rejected": f"{start} goof"}
     apart = {"prompt": start, "chosen": " good", "rejected": " goof"}
     assert encoded(tmp_path, together, Pairs) == encoded(tmp_path, apart, Pairs)
-    with pytest.raises(ValueError, match="has no prompt"):
+    with pytest.raises(ValueError, match=r"has no prompt\. Give one \(data\.prompt names its column\)"):
         encoded(tmp_path, {"chosen": "Sure, a", "rejected": "Sure, b"}, Pairs)
 
 
@@ -148,7 +152,7 @@ def test_columns_of_several_formats_are_refused(tmp_path: Path, row: dict[str, A
             "line 1 .* from 'function_call' with .* ShareGPT",
         ),
         ({"conversations": [*SHARED[:1], {"from": "gpt", "value": 3}]}, "'gpt' with the value '3'"),
-        ({"conversations": [*SHARED[:1], {**SHARED[1], "weight": 0}]}, "a message of weight 0"),
+        ({"conversations": [*SHARED[:1], {**SHARED[1], "weight": 0.5}]}, "has the weight 0.5, but a weight is 1, or 0"),
         ({"conversations": [{"from": "system", "value": "a"}, *SHARED], "system": "b"}, 'another in column "system"'),
         ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "line 1 of rows.jsonl has a history"),
         ({"instruction": 3, "output": "b"}, "an instruction or an input that is not text"),

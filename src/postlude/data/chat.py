@@ -231,7 +231,10 @@ class Encoder:
                         )
                 prompt, chosen, rejected = sides[0][:shared], sides[0][shared:], sides[1][shared:]
         if prompt is None:
-            raise ValueError(f"{row} has no prompt. Give one, or completions that are whole conversations.")
+            raise ValueError(
+                f"{row} has no prompt. Give one (data.prompt names its column), or completions that are whole "
+                "conversations."
+            )
         better = yield from self._completion(prompt, chosen, tools, row=f"{row} (chosen)")
         worse = yield from self._completion(prompt, rejected, tools, row=f"{row} (rejected)")
         return _single(better, f"{row} (chosen)"), _single(worse, f"{row} (rejected)")
@@ -276,10 +279,11 @@ class Encoder:
     ) -> EncodingSteps[list[EncodedSequence]]:
         """Encodes messages, training on the assistant's turns from message `first` on."""
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
-        if not turns:
-            raise ValueError(f"{row} has no message of the assistant to train on. Leave it out.")
         if self.turns == "last":
             turns = turns[-1:]
+        turns = [i for i in turns if _is_trained(messages[i], f"message {i} of {row}")]
+        if not turns:
+            raise ValueError(f"{row} has no message of the assistant to train on. Leave it out.")
         masked = yield from self._turn_encoder.encode(messages, turns, tools, row)
         sequences = [EncodedSequence(tokens, mask) for tokens, mask in masked]
         if len(sequences) == 1:
@@ -413,6 +417,14 @@ def _all_fit(sequences: Sequence[Any]) -> list[EncodedSequence]:
         if isinstance(sequence, TooLongError):
             raise sequence
     return list(sequences)
+
+
+def _is_trained(message: Message, location: str) -> bool:
+    """Whether a message of the assistant is trained on. As OpenAI writes it, one of weight 0 is only read."""
+    weight = message.get("weight", 1)
+    if weight not in (0, 1):
+        raise ValueError(f"{location} has the weight {weight!r}, but a weight is 1, or 0 to read it only.")
+    return bool(weight)
 
 
 def _single(sequences: Sequence[Any], row: str) -> EncodedSequence:

@@ -116,10 +116,5 @@ def _from_sharegpt(message: Mapping[str, Any], location: str) -> dict[str, Any]:
             f"{location} has a message from {speaker!r} with the value {str(text)[:40]!r}, but ShareGPT has "
             f"text from {', '.join(ROLES)}. Write it as messages of role and content."
         )
-    if message.get("weight") not in (None, 1):
-        raise ValueError(
-            f"{location} has a message of weight {message['weight']!r}, but every turn of the assistant is trained on "
-            "alike. Leave it out, or set data.turns to last."
-        )
-    others = {name: value for name, value in message.items() if name not in ("from", "value", "weight")}
+    others = {name: value for name, value in message.items() if name not in ("from", "value")}
     return {"role": ROLES[speaker], "content": text, **others}
