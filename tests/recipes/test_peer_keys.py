@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,16 @@ from tests.test_migration import PAGES
 KEYS = {command: {option.path for option in options(recipe.config)} for command, recipe in RECIPES.items()}
 
 
+def migration_rows(page: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yields the recipe, their keys and our keys of each row of a page's tables."""
+    for section in re.split(r"^## ", page.read_text(), flags=re.MULTILINE)[1:]:
+        command = re.search(r"`postlude (\w+)`", section.partition("\n")[0])
+        for line in section.splitlines() if command else ():
+            if line.startswith("| `"):
+                theirs, ours, *_ = (re.findall(r"`([^`]+)`", cell) for cell in line.strip("|").split("|"))
+                yield command[1], theirs, [key.partition(":")[0] for key in ours]
+
+
 def test_every_key_to_use_exists() -> None:
     exists = set().union(*KEYS.values())
     assert [key for keys in PEER_KEYS.values() for key in keys if key not in exists] == []
@@ -26,18 +37,27 @@ def test_every_key_to_use_exists() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_messages_agree_with_the_migration_pages(page: Path) -> None:
     checked = 0
-    for section in re.split(r"^## ", page.read_text(), flags=re.MULTILINE)[1:]:
-        command = re.search(r"`postlude (\w+)`", section.partition("\n")[0])
-        rows = [line.strip("|").split("|") for line in section.splitlines() if command and line.startswith("| `")]
-        for theirs, ours, *_ in rows:
-            assert command is not None
-            names, keys = (re.findall(r"`([^`]+)`", cell) for cell in (theirs, ours))
-            for name in names if keys else ():
-                named = equivalent(name.rpartition(".")[2], KEYS[command[1]])
-                if named is not None and "vllm_cfg" not in name and ".rollout." not in name:
-                    assert named in {key.partition(":")[0] for key in keys}, f"{page.name}: {name}"
-                    checked += 1
+    for command, names, keys in migration_rows(page):
+        for name in names if keys else ():
+            named = equivalent(name.rpartition(".")[2], KEYS[command])
+            if named is not None and "vllm_cfg" not in name and ".rollout." not in name:
+                assert named in keys, f"{page.name}: {name}"
+                checked += 1
     assert checked > 8
+
+
+def test_every_key_of_trl_that_its_page_lists_is_refused_with_one_of_ours() -> None:
+    checked = 0
+    (page,) = (page for page in PAGES if page.stem == "from-trl")
+    for command, names, keys in migration_rows(page):
+        not_ours = set(names) - KEYS[command] - {"accuracy_reward", "solution"} if keys else set()
+        for name in filter(str.isidentifier, not_ours):
+            with pytest.raises(ConfigError) as refusal:
+                load(RECIPES[command].config, None, [f"--{name}=1"])
+            hinted = re.findall(r'(?:use|[Dd]id you mean) "(.+)"', str(refusal.value))
+            assert set(hinted[:1]) & set(keys), f"{command}: {refusal.value}"
+            checked += 1
+    assert checked > 90
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,8 @@ class _UnknownKeys:
         known = [option.path for option in options_of(section, above) if "*" not in option.path]
         siblings = [key for key in section["properties"] if key != KIND]
         near = [join(above, key) for key in difflib.get_close_matches(name, siblings, 1)]
-        full_paths = [key + raw.path.removeprefix(join(above, name)) for key in near]
+        rest = raw.path.removeprefix(join(above, name))
+        full_paths = [key + rest for key in near if rest and key + rest in known]
         last = raw.path.rpartition(".")[2]
         elsewhere = [path for path in known if path.rpartition(".")[2] == last]
         if "." in name:
@@ -102,8 +103,8 @@ class _UnknownKeys:
         elif kind and others:
             hint = f"it is a key of {', '.join(others)}: set {join(above, KIND)}."
         elif not above and (recipes := recipes_with(name)):
-            hint = f"it is a key of {', '.join(recipes)}."
-        elif meant := [path for path in full_paths if path in known] or near or elsewhere:
+            hint = f"it is a key of {', '.join(recipes)}." + (f' Did you mean "{elsewhere[0]}"?' if elsewhere else "")
+        elif meant := full_paths or elsewhere or near:
             hint = f'did you mean "{meant[0]}"?'
         else:
             hint = f"the keys there are {', '.join(siblings)}."

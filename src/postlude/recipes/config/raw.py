@@ -127,7 +127,9 @@ def read(file: Path | None, overrides: Sequence[str], settings: Sequence[Mapping
     while arguments:
         name, equals, value = arguments.pop(0).partition("=")
         if not name.startswith("--") or not all(name[2:].split(".")):
-            raise ConfigError(f'"{name}" is not a config key; write --a.b VALUE or --a.b=VALUE.')
+            raise ConfigError(
+                f'"{name}" is not a config key; write --a.b VALUE or --a.b=VALUE, and a config file before them.'
+            )
         if not equals and (not arguments or arguments[0].startswith("--")):
             raise ConfigError(f"{name} has no value; write {name} VALUE or {name}=VALUE.")
         _set(raw, name[2:], value if equals else arguments.pop(0))
