@@ -62,6 +62,19 @@ def test_closure_is_a_reward_and_the_same_call_continues_the_run(
     assert error.count("\n") == 1
 
 
+def test_environments_of_a_list_take_functions_and_rows(tmp_path: Path) -> None:
+    short = {"kind": "function", "function": length_reward(1)}
+    environments = [
+        {"kind": "dataset", "path": ROWS[:4], "reward": length_reward(3), "workers": 0},
+        {"kind": "dataset", "path": ROWS[4:], "rewards": {"short": short}, "workers": 0},
+    ]
+    assert grpo(**policy(tmp_path / "run", None, environment=environments)).outcome.step == 1
+    first, second = read_config(tmp_path / "run")["environment"]["environments"]
+    assert [first["reward"], second["rewards"]["short"]["function"]] == ["call:reward"] * 2
+    lines = [Path(part["path"]).read_text().splitlines() for part in (first, second)]
+    assert [[json.loads(line) for line in part] for part in lines] == [ROWS[:4], ROWS[4:]]
+
+
 def test_rows_of_any_kind_are_those_of_a_file(tmp_path: Path) -> None:
     class Dataset:  # as datasets.Dataset
         def __iter__(self) -> Any:

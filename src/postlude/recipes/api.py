@@ -91,6 +91,8 @@ class InMemoryRows:
         if isinstance(value, Mapping):
             below = f"{path}." if path else ""
             return {name: self._taken(inner, str(name), f"{below}{name}") for name, inner in value.items()}
+        if key not in (DATA, PATH) and isinstance(value, list | tuple):
+            return [self._taken(inner, "", f"{path}.{index}") for index, inner in enumerate(value)]
         if key not in (DATA, PATH) or not _is_iterable(value):
             return value
         if key == DATA and isinstance(value, list) and all(isinstance(row, Mapping) and PATH in row for row in value):

@@ -254,6 +254,8 @@ def _by_name(value: Any) -> Any:
     """Returns a value with functions and classes as path/to/file.py:name, or as `CallFunction` if no file has them."""
     if isinstance(value, list | tuple):
         return [_by_name(item) for item in value]
+    if isinstance(value, Mapping):
+        return {name: _by_name(item) for name, item in value.items()}
     if not callable(value):
         return value
     name = getattr(value, "__qualname__", "")
