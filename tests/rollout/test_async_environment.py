@@ -8,7 +8,9 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
 from postlude.rollout.async_environment import AsyncEnvironment, read_turn
 from postlude.rollout.coroutine_pool import CoroutinePool
@@ -201,6 +203,13 @@ def test_preflight_runs_a_trial_episode() -> None:
     environment.close()
     assert read_turn((None, 1)) == TurnResult(Score(1.0))
     assert read_turn(("on", None)) == TurnResult(observation="on")
+
+
+@pytest.mark.parametrize("number", [numpy.float32(0.5), numpy.float64(0.5), torch.tensor(0.5)])
+@pytest.mark.parametrize("scored", [False, True])
+def test_numbers_of_numpy_and_torch_are_rewards(number: Any, scored: bool) -> None:
+    for value in (number, (None, number), {"reward": number}):
+        assert read_turn(value, scored=scored) == TurnResult(Score(0.5))
     with pytest.raises(ValueError, match="max_turns is 0"):
         counting(max_turns=0)
 

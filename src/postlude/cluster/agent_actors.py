@@ -15,13 +15,14 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from postlude.cluster.actor_pool import ActorPool
 from postlude.cluster.ray_cluster import death_reason, leave_process_group
+from postlude.pool.worker import to_json
 from postlude.pool.worker_pool import CallResult, WorkerPool
 from postlude.rollout.agent_programs import LOOPBACK, Agent, AgentClient, AgentLimits
 from postlude.rollout.sandboxes.proxy_forwarder import forward
@@ -94,7 +95,7 @@ class AgentActor:
             finally:
                 del self.running[call_id]
         try:
-            return json.dumps(asdict(result), default=float)
+            return json.dumps(asdict(replace(result, value=to_json(result.value))))
         except (TypeError, ValueError) as error:
             message = f"returned {type(result.value).__name__}, which cannot be sent as JSON: {error}"
             return json.dumps(asdict(CallResult(failure="invalid", error=f"{self.agent.name} {message}")))

@@ -52,16 +52,21 @@ def call_function(function: Callable[..., Any], arguments: tuple[Any, ...] | byt
     return reply
 
 
+def to_number(value: Any) -> Any:
+    """Returns a number of numpy or torch as Python's, and any other value as it is."""
+    is_scalar = getattr(value, "shape", None) == () and callable(getattr(value, "item", None))
+    return value.item() if is_scalar else value
+
+
 def to_json(value: Any) -> Any:
     """Returns a value as JSON has it: numbers of numpy and torch become Python's, anything else is refused."""
+    value = to_number(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
         return {str(name): to_json(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
         return [to_json(entry) for entry in value]
-    if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
-        return to_json(value.item())
     raise TypeError(
         f"it returned a {type(value).__name__}, but it may return numbers, text, and lists or dicts of them"
     )

@@ -331,7 +331,7 @@ def read_turn(value: Any, *, scored: bool = False) -> TurnResult:
 
     `scored`: a reward scores it, so that None, or (None, None), ends it.
     """
-    if scored and value in (None, (None, None)):
+    if scored and (value is None or (isinstance(value, tuple) and value == (None, None))):
         return TurnResult(Score(0.0))
     if not isinstance(value, tuple):
         return TurnResult(observation=value) if is_reply(value) else TurnResult(read_score(value))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from postlude.error_output import escape_controls
+from postlude.pool.worker import to_number
 from postlude.pool.worker_pool import CallResult, FailureKind
 
 log = logging.getLogger(__name__)
@@ -105,6 +106,7 @@ def read_score(value: Any, row: str = "") -> Score:
 
 
 def _number(value: Any, of: str = "") -> float:
+    value = to_number(value)
     if not isinstance(value, int | float):  # True and False are ints
         text = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:37]}..."
         raise ValueError(f"returned {text}{of}, but a reward is a number or a dict of numbers.")
