@@ -23,13 +23,13 @@ from postlude.recipes.config.settings import SamplingSettings
 from postlude.recipes.report.metrics import REWARD
 from postlude.recipes.rollouts.prompts import PromptEncoding
 from postlude.recipes.rollouts.queue import RolloutQueue
-from postlude.recipes.rollouts.sampler import RolloutSampler
+from postlude.recipes.rollouts.sampler import RolloutSampler, trajectory_metrics
 from postlude.recipes.row_sources import OrderedRows, StepSizes
 from postlude.recipes.run.files import read_metrics
 from postlude.recipes.run.schedule import StepTimer
 from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.rollout.agents import AgentEnvironment
-from postlude.rollout.conversations import Trajectory
+from postlude.rollout.conversations import DROPPED, Trajectory
 from postlude.rollout.environments import Environment, Transcript, TurnResult
 from postlude.rollout.episode import AssistantTurn, Episode
 from postlude.rollout.model_calls import ModelAccess
@@ -209,6 +209,15 @@ def test_a_resumed_run_has_the_carried_episodes_that_had_ended(run: Run, caplog:
         metrics = resumed.queue.take_metrics()
         assert [metrics[f"episodes_{name}"] for name in ("carried", "joined", "expired", "lost")] == [0, 1, 0, 1]
         assert resumed.queue.state()["carried_and_ended"] == []
+
+
+def test_dropped_episodes_are_a_share_of_all_and_have_no_length() -> None:
+    completion = Completion([1, 2, 3], [0.0] * 3, [0.0] * 3, "stop")
+    ended = Trajectory(Task("?"), 0, (Transcript([5]),), [completion], Score(1.0), done=True)
+    dropped = Trajectory(Task("?"), 0, (), score=DROPPED, done=True)
+    metrics = trajectory_metrics([ended, ended, dropped, ended])
+    assert metrics.pop("reward/dropped") == 0.25
+    assert metrics == trajectory_metrics([ended] * 3)
 
 
 AGENT = """

@@ -299,8 +299,11 @@ def open_rollout_sampler(
 def trajectory_metrics(trajectories: Sequence[Trajectory]) -> StepMetrics:
     """Returns rewards, their components, lengths and the acceptance rate of speculative tokens.
 
-    Rewards and components leave out `excluded` trajectories. Failed reward calls are reported as a fraction of all.
+    Rewards and components leave out `excluded` trajectories. Failed and dropped ones are reported as a fraction of all.
+    What a dropped one sampled is not known, so lengths and turns leave it out.
     """
+    components = [trajectory.components for trajectory in trajectories]
+    trajectories = [trajectory for trajectory in trajectories if trajectory.score is not DROPPED]
     scored = [trajectory for trajectory in trajectories if not trajectory.excluded]
     rewards = [trajectory.reward for trajectory in scored]
     lengths = [trajectory.length for trajectory in trajectories]
@@ -327,7 +330,6 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> StepMetrics:
     if sizes := [len(mask) for transcript in transcripts for mask in transcript.sampling_mask if mask]:
         metrics[MASK_SIZE] = mean(sizes)
     kinds = (REWARD_FAILED, *FAILURE_KINDS, *DROPPED.components)
-    components = [trajectory.components for trajectory in trajectories]
     failures = [{kind: values[kind] for kind in kinds if kind in values} for values in components]
     for name in dict.fromkeys(trajectory.task.environment for trajectory in scored):
         part = [trajectory for trajectory in scored if trajectory.task.environment == name]
