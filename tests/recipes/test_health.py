@@ -117,6 +117,15 @@ def test_a_checkpoint_restores_the_initial_weight_norm_and_skipped_steps() -> No
         resumed.check_weights(21.0, 2)
 
 
+def test_a_resumed_run_knows_that_rewards_succeeded_before() -> None:
+    watched, resumed = health(), health()
+    watched.check_rewards(results(1.0, 0.0), 1)
+    resumed.restore(watched.state())
+    resumed.check_rewards(results("broken", "broken"), 2)
+    with pytest.raises(UnhealthyRun, match="in 2 steps in a row"):
+        resumed.check_rewards(results("broken", "broken"), 3)
+
+
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
 def test_a_model_whose_weights_are_not_finite_is_refused(norm: float) -> None:
     with pytest.raises(ValueError, match=rf"the weights of model are not finite: their norm is {norm:g}"):

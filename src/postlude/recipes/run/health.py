@@ -31,10 +31,12 @@ class Health:
         self._warned_of_truncation = False
 
     def state(self) -> dict[str, Any]:
-        return {"initial_weight_norm": self.initial_weight_norm, "skipped": dict(self.skipped)}
+        skipped = dict(self.skipped)
+        return {"initial_weight_norm": self.initial_weight_norm, "skipped": skipped, "any_scored": self._any_scored}
 
     def restore(self, extra: Mapping[str, Any]) -> None:
         self.initial_weight_norm, self.skipped = extra["initial_weight_norm"], dict(extra["skipped"])
+        self._any_scored = extra.get("any_scored", False)  # older checkpoints do not say
 
     def check_rewards(self, trajectories: Sequence[Trajectory], step: int) -> None:
         errors = [score.error for trajectory in trajectories if (score := trajectory.score) is not None and score.error]
