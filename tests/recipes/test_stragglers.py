@@ -30,7 +30,7 @@ from postlude.recipes.run.schedule import StepTimer
 from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.rollout.agents import AgentEnvironment
 from postlude.rollout.conversations import DROPPED, Trajectory
-from postlude.rollout.environments import Environment, Transcript, TurnResult
+from postlude.rollout.environments import Environment, Transcript, TurnResult, needed_episodes
 from postlude.rollout.episode import AssistantTurn, Episode
 from postlude.rollout.model_calls import ModelAccess
 from postlude.rollout.rewards import Score
@@ -299,6 +299,21 @@ def test_a_run_trains_on_carried_episodes_a_step_later(ranks: Ranks, tmp_path: P
 def test_stragglers_and_their_share_go_together(settings: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AgentSettings(path="tasks.jsonl", url="http://a/", **settings)
+
+
+def test_a_share_that_needs_every_episode_is_refused(tmp_path: Path) -> None:
+    def read(share: float, samples: int) -> Any:
+        agent = {"kind": "agent", "path": "t.jsonl", "url": "http://a/", "stragglers": "drop", "needed_share": share}
+        return config_of(tmp_path, f"--environment={json.dumps(agent)}", f"--samples_per_prompt={samples}")
+
+    assert read(0.75, 4).environment.needed_share == 0.75
+    for share, samples in ((0.9, 8), (0.5, 2)):
+        with pytest.raises(ConfigError, match=f"needed_share={share} of samples_per_prompt={samples}. Lower"):
+            read(share, samples)
+
+
+def test_a_share_is_rounded_up_exactly() -> None:
+    assert [needed_episodes(share, 20) for share in (0.05, 0.55, 0.56, 1.0)] == [2, 11, 12, 20]
 
 
 def test_carrying_needs_steps_that_may_train_on_older_tokens(tmp_path: Path) -> None:

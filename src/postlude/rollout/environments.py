@@ -26,6 +26,8 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from math import ceil
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 
 
 Stragglers: TypeAlias = Literal["wait", "drop", "carry"]
+LEAST_NEEDED = 2  # episodes of a group: one alone has nothing to be compared with
 
 
 @dataclass(frozen=True)
@@ -414,3 +417,8 @@ def _add_result(episode: Episode, result: TurnResult) -> TurnResult:
     else:
         episode.observations.append(result.observation)
     return result.with_score(total)
+
+
+def needed_episodes(share: float, count: int) -> int:
+    """Returns how many of the `count` episodes of a group a step waits for, if it needs this share of them."""
+    return max(LEAST_NEEDED, ceil(Fraction(str(share)) * count))  # 0.55 * 20 is more than 11

@@ -10,7 +10,12 @@ from postlude.checks import NonNegative, Positive
 from postlude.objectives import PolicyGradient, RewardKL
 from postlude.optimizer import SGD, AdamW
 from postlude.options import Common
-from postlude.recipes.config.environments import ReasoningGymSettings, TrainingEnvironment, environments_of
+from postlude.recipes.config.environments import (
+    EpisodeRunSettings,
+    ReasoningGymSettings,
+    TrainingEnvironment,
+    environments_of,
+)
 from postlude.recipes.config.rollout import LaunchedGenerators, LaunchedVLLM, NativeRollout, RolloutSettings
 from postlude.recipes.config.schema import Settings, TaggedUnion
 from postlude.recipes.config.settings import (
@@ -25,6 +30,7 @@ from postlude.recipes.config.settings import (
     check_sampling,
     fit_schedule,
 )
+from postlude.rollout.environments import LEAST_NEEDED, needed_episodes
 
 STEPS = 200  # of a run that gives neither steps nor epochs
 PolicyObjective: TypeAlias = Common[
@@ -170,7 +176,18 @@ class PolicyConfig(TrainingConfig):
             )
 
     def _check_stragglers(self) -> None:
-        """Refuses to carry episodes into steps that may not train on them."""
+        """Refuses stragglers of groups that a step needs whole, and to carry episodes into steps that may not train on
+        them."""
+        for part in environments_of(self.environment).values():
+            if not isinstance(part, EpisodeRunSettings) or part.stragglers == "wait":
+                continue
+            share, count = part.needed_share, self.samples_per_prompt
+            if needed_episodes(share, count) >= count:
+                raise ValueError(
+                    f"environment.stragglers is {part.stragglers}, but a step needs all episodes of a group: at least "
+                    f"{LEAST_NEEDED}, and needed_share={share:g} of samples_per_prompt={count}. Lower needed_share, "
+                    "raise samples_per_prompt, or leave stragglers out."
+                )
         if all(getattr(part, "stragglers", "wait") != "carry" for part in environments_of(self.environment).values()):
             return
         if not self.asynchrony.max_staleness:

@@ -7,13 +7,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
 from typing import Any
 
 from postlude.data.datasets import RowSource
 from postlude.recipes.rollouts.sampler import RolloutSampler
 from postlude.recipes.rollouts.trajectory_state import restore_trajectory, trajectory_state
 from postlude.rollout.conversations import Trajectory, TrajectoryGroup
+from postlude.rollout.environments import needed_episodes
 from postlude.rollout.tasks import Tasks
 
 CARRIED_METRICS = ("episodes_carried", "episodes_joined", "episodes_expired", "episodes_lost")
@@ -199,7 +199,7 @@ class RolloutQueue:
         )
         environment = group.source.environment
         if environment.stragglers != "wait":
-            group.needed = max(2, ceil(environment.needed_share * self.samples_per_prompt))
+            group.needed = needed_episodes(environment.needed_share, self.samples_per_prompt)
             group.carries = environment.stragglers == "carry"
         self._started[step] += 1
         self._pending.append(PendingGroup(task_index, step, group))
