@@ -176,3 +176,18 @@ def test_several_rewards_score_the_end_of_a_conversation(file: Path) -> None:
         load(EvalConfig, None, [*words, "--environment.reward=exact"])
     with pytest.raises(ValueError, match="returned None, but a reward is a number"):
         read_turn(None)  # without a reward, None is no score
+
+
+def test_a_reward_that_does_not_apply_leaves_what_the_episode_returned(file: Path) -> None:
+    file.write_text(
+        "def reply(prompt, completions, example): return 2.0 if completions[-1] == 'own' else None\n"
+        "def inapplicable(completions): return [None for _ in completions]\n"
+    )
+    chosen = ("kind=conversation", f"reply={file}:reply", f"path={file.parent / 'rows.jsonl'}", "workers=0")
+    words = [f"--environment.{word}" for word in (*chosen, "max_turns=3", f"reward={file}:inapplicable")]
+    environment = load(EvalConfig, None, words).environment.build(0)
+    with closing(environment):
+        own, none = step(environment, [environment.reset(environment.tasks[0]) for _ in range(2)], ["own", "none"])
+    assert own == TurnResult(Score(2.0))
+    assert none.score is not None
+    assert none.score.excluded

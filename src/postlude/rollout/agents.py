@@ -12,7 +12,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from postlude.rollout.environments import Environment, Stragglers, TurnResult
 from postlude.rollout.episode import AssistantTurn, Episode
 from postlude.rollout.model_calls import ModelAccess, ModelCall
 from postlude.rollout.reward import WAIT_SECONDS, Reward, sum_of_known, trial_failure
-from postlude.rollout.rewards import FailureCounter, Score, read_score
+from postlude.rollout.rewards import NO_SCORE, FailureCounter, Score, read_score
 from postlude.rollout.tasks import Task, Tasks
 from postlude.world.work_directories import WorkDirectories
 
@@ -219,7 +219,8 @@ class AgentEnvironment(Environment):
     def _score(self, episode: Episode, result: CallResult) -> tuple[Score, bool]:
         """Returns the score of an agent's episode, and whether the environment's reward is added."""
         session: AgentSession = episode.state.session
-        parts = Score(0.0, {"untrained_calls": float(session.untrained)} if session.untrained else {})
+        untrained = {"untrained_calls": float(session.untrained)} if session.untrained else {}
+        parts = replace(NO_SCORE, components=untrained)
         if session.untrained_because and not self._warned_of_sampling:
             self._warned_of_sampling = True
             LOG.warning(
@@ -229,7 +230,7 @@ class AgentEnvironment(Environment):
                 session.untrained_because,
             )
         for name in session.refused:
-            parts = parts.plus(Score(0.0, {f"{name}_limit": 1.0}))
+            parts = parts.plus(replace(NO_SCORE, components={f"{name}_limit": 1.0}))
         missing = result.value is None and self.reward is None
         if session.refused and (result.failure is not None or missing):
             return parts.plus(Score(self.options.unfinished_reward, {"unfinished": 1.0})), False
@@ -238,7 +239,7 @@ class AgentEnvironment(Environment):
         try:
             if missing:
                 raise ValueError("returned no reward, and the environment has none. Return one, or set reward.")
-            value = Score(0.0) if result.value is None else read_score(result.value, episode.task.name)
+            value = NO_SCORE if result.value is None else read_score(result.value, episode.task.name)
         except ValueError as error:
             return parts.plus(self.failures.invalid(error)), False
         return parts.plus(value), True

@@ -38,7 +38,7 @@ from postlude.pool.process_pool import function_name, open_pool
 from postlude.pool.worker_pool import CallResult, PoolFactory
 from postlude.rollout.episode import AssistantTurn, Episode
 from postlude.rollout.reward import WAIT_SECONDS, Reward, sum_of_known, trial_failure
-from postlude.rollout.rewards import FailureCounter, Score, failure_message, is_reply, read_score
+from postlude.rollout.rewards import NO_SCORE, FailureCounter, Score, failure_message, is_reply, read_score
 from postlude.rollout.tasks import Task, Tasks
 
 if TYPE_CHECKING:
@@ -335,7 +335,7 @@ def read_turn(value: Any, *, scored: bool = False) -> TurnResult:
     `scored`: a reward scores it, so that None, or (None, None), ends it.
     """
     if scored and (value is None or (isinstance(value, tuple) and value == (None, None))):
-        return TurnResult(Score(0.0))
+        return TurnResult(NO_SCORE)
     if not isinstance(value, tuple):
         return TurnResult(observation=value) if is_reply(value) else TurnResult(read_score(value))
     if len(value) != 2 or not (value[0] is None or is_reply(value[0])):

@@ -32,13 +32,19 @@ class Score:
     """Whether the reward applies to the completion. If not, the sum of several leaves it out."""
 
     def plus(self, other: Score) -> Score:
-        """Returns the sum of two scores, such as those of two turns."""
+        """Returns the sum of two scores, such as those of two turns. One that does not apply is left out."""
         components = {
             name: self.components.get(name, 0.0) + other.components.get(name, 0.0)
             for name in {**self.components, **other.components}
         }
-        excluded = self.excluded or other.excluded
-        return Score(self.reward + other.reward, components, self.error or other.error, excluded)
+        summed = [score for score in (self, other) if score.applies] or [self, other]
+        error = next((score.error for score in summed if score.error), None)
+        excluded, applies = any(score.excluded for score in summed), summed[0].applies
+        return Score(sum(score.reward for score in summed), components, error, excluded, applies)
+
+
+NO_SCORE = Score(0.0, applies=False)
+"""Of a call that leaves the reward to others."""
 
 
 class FailureCounter:
