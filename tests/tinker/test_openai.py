@@ -76,6 +76,27 @@ async def test_completions_and_chat_with_saved_weights_and_base_model(tmp_path: 
             assert (reply.status, reply.json["error"]["type"]) == (404, "invalid_request_error")
 
 
+async def test_weights_that_replaced_others_are_sampled(tmp_path: Path) -> None:
+    """A sampling client keeps the weights that it was made with, or none once they are gone."""
+    async with running_server(tmp_path, FakeBackend("tiny-dense"), samplers=2) as (app, _, _service):
+        client = await Client(app).open()
+        model = await client.create_model()
+        for number, weight in ((0, 2.0), (3, 5.0)):
+            await client.run_pass(model, number + 1, 2.0 + number / 3)
+            await client.step(model, number + 2)
+            save = {"model_id": model, "path": "a", "seq_id": number + 3, "overwrite": True}
+            path = (await client.call("save_weights_for_sampler", save))["path"]
+            body = {"model": path, "prompt": "ab", "max_tokens": 1, "logprobs": 0}
+            (choice,) = (await post(app, "/v1/completions", body)).json["choices"]
+            assert choice["logprobs"]["token_logprobs"] == [-weight]
+            session = {"session_id": client.session, "sampling_session_seq_id": number, "model_path": path}
+            assert (await client.post("create_sampling_session", session)).status == 200
+        sample = {"sampling_session_id": f"{client.session}:sample:0", "seq_id": 0}
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
+        result = await client.call("asample", sample | {"prompt": prompt})
+        assert "was saved again since" in result["error"]
+
+
 async def test_invalid_request_gets_openai_error(tmp_path: Path) -> None:
     async with running_server(tmp_path, FakeBackend("tiny-dense")) as (app, _, _service):
         path = await saved_weights(app)

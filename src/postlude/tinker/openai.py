@@ -49,7 +49,7 @@ class OpenAIApp:
 
     def __init__(self, app: TinkerApp) -> None:
         self._app, self._service = app, app.service
-        self._routes: dict[tuple[str, str], ModelRoutes] = {}
+        self._routes: dict[str, ModelRoutes] = {}  # by sampler
         self._tokenizers: dict[str, Any] = {}
         self._loading = asyncio.Lock()
 
@@ -107,22 +107,22 @@ class OpenAIApp:
         from postlude.serving.server.served_model import ServedModel
 
         path = model if model.startswith("tinker://") else None
-        sampler_id = f"openai:{owner}:{model}"
-        record = self._service.sampler_record(owner, sampler_id, None if path else model, path)
+        record = self._service.sampler_record(owner, f"openai:{owner}:{model}", None if path else model, path)
+        sampler_id = f"{record.sampler_id}:{record.saved}"  # a path that was saved again is another sampler
+        record = replace(record, sampler_id=sampler_id)
         info = self._service.base(record.base_model)
         sampler = self._service.samplers.samplers.get(sampler_id)
         if sampler is None:
             sampler = SamplingSession(record, owner, session_id="")
             self._service.samplers.add(sampler)
-            self._routes.pop((owner, model), None)
         async with self._loading:
             if info.name not in self._tokenizers:
                 self._tokenizers[info.name] = await asyncio.to_thread(load_tokenizer, info.tokenizer)
-        if (owner, model) not in self._routes:
+        if sampler_id not in self._routes:
             generation = _Generation(self._service.samplers, sampler, info.max_context_length, info.vocab_size)
             tokenizer = self._tokenizers[info.name]
-            self._routes[owner, model] = ModelRoutes(ServedModel(model, tokenizer, info.max_context_length), generation)
-        return self._routes[owner, model]
+            self._routes[sampler_id] = ModelRoutes(ServedModel(model, tokenizer, info.max_context_length), generation)
+        return self._routes[sampler_id]
 
 
 @dataclass

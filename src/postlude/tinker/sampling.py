@@ -76,8 +76,11 @@ class Samplers:
             directory = None
             if sampler.record.path is not None:
                 path = TinkerPath.parse(sampler.record.path)
-                if path not in self._state.checkpoints:
+                checkpoint = self._state.checkpoints.get(path)
+                if checkpoint is None:
                     raise HTTPError(404, f"{path} does not exist any more: it was deleted, or it has expired.")
+                if sampler.record.saved not in (None, checkpoint.created):
+                    raise HTTPError(410, f"{path} was saved again since; make a new sampling client to sample that.")
                 directory = self._state.directory_of(path)
             await self._make_room()
             await self._backend.open_sampler(sampler_id, sampler.record.base_model, directory)

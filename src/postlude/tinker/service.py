@@ -203,7 +203,7 @@ class TinkerService:
         if base_model not in (None, checkpoint.spec.base_model):
             raise HTTPError(400, f"{path} was trained from {checkpoint.spec.base_model}, not from {base_model}.")
         self.base(checkpoint.spec.base_model)
-        return SamplerRecord(sampler_id, checkpoint.spec.base_model, path=str(path))
+        return SamplerRecord(sampler_id, checkpoint.spec.base_model, path=str(path), saved=checkpoint.created)
 
     async def record_sampler(self, session_id: str, record: SamplerRecord) -> None:
         """Adds a sampler to the record of its session, so that it can be opened after a restart."""

@@ -75,6 +75,8 @@ class SamplerRecord:
     sampler_id: str
     base_model: str
     path: str | None = None
+    saved: float | None = None
+    """When the checkpoint at `path` was saved: one that replaced it has other weights. Older records lack it."""
     snapshot: bool = False
     """Whether its weights are not saved with a name, and lost when the server ends."""
     full: bool = False
