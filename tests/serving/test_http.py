@@ -65,6 +65,27 @@ def test_a_refused_body_leaves_the_connection_usable(sent: bytes, status: int, t
     exchange(echo, client)
 
 
+@pytest.mark.parametrize(
+    "body", [b"Content-Length: 2\r\n\r\n{}", b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"]
+)
+@pytest.mark.parametrize("split", [False, True])
+def test_a_wish_for_another_protocol_is_ignored(body: bytes, *, split: bool) -> None:
+    """Java's client sends it with its first request, whose body is read all the same."""
+    sent = POST + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n" + body
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(2):
+            for piece in [bytes([byte]) for byte in sent] if split else [sent]:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0)
+            assert (await reader.readuntil(b"}")).partition(b"\r\n\r\n")[2] == b'{"read": 2}'
+        writer.write(b"CONNECT host:1 HTTP/1.1\r\nHost: host\r\n\r\n")
+        assert b"this is no request" in await reader.read()
+
+    exchange(echo, client)
+
+
 def test_requests_behind_one_another_are_replied_to_in_order() -> None:
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         lengths = range(1, 6)

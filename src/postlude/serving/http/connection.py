@@ -12,6 +12,7 @@ import socket
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from postlude.serving.http.errors import HTTPError, error_body
@@ -44,6 +45,8 @@ class HTTPConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Ends the wait. Reading goes on, so that the end of a client is noticed behind a second request."""
+        if self.parser.should_upgrade():  # it is parsed again
+            return
         self._cancel()
         self._receiving = True
         super().on_headers_complete()
@@ -54,6 +57,8 @@ class HTTPConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Ends the wait for the rest of a request that was refused."""
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         self._receiving = False
         self._cancel()
@@ -69,7 +74,11 @@ class HTTPConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Reads what came, and refuses headers that go on after too many bytes."""
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(memoryview(data))
+        except httptools.HttpParserError:
+            self.send_400_response("")
         self._received += len(data)
         if self._limit is not None and not self._receiving and self._received > HEAD_BYTES:
             self._refuse(431, f"the request's headers have more than {HEAD_BYTES} bytes.")
@@ -97,6 +106,25 @@ class HTTPConnection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Refuses what is no HTTP."""
         self._refuse(400, "this is no request of HTTP/1.1.")
+
+    def _parse(self, data: memoryview) -> None:
+        """Parses what came. A wish for another protocol, as Java's client sends with its first request, is ignored.
+
+        Servers may do so (RFC 9110, 7.8), but httptools drops the body of such a request: it is parsed again without.
+        """
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                method = self.parser.get_method()
+                if method == b"CONNECT":
+                    raise httptools.HttpParserError from None
+                (parsed,) = upgrade.args
+                data = data[parsed:]
+                lines = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
+                lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+                self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
 
     def _unfinished(self) -> list[RequestResponseCycle]:
         return [cycle for cycle in self._cycles if not cycle.response_complete]
