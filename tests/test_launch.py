@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -90,9 +91,37 @@ def test_options_of_slurm_reach_the_script(printed: Printed) -> None:
     )
 
 
+ODD = 'it\'s $(date) #`id` "a"'
+
+
+def test_odd_names_and_line_breaks_stay_as_they_are(
+    printed: Printed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script runs here, with stand-ins for the programs of Slurm and of the rank."""
+    (odd := tmp_path / ODD).mkdir()
+    monkeypatch.chdir(odd)
+    text = f"one\ntwo {ODD}\n  three"
+    script = printed("slurm", *BIG, "--data.system", text, "--python", "show", "--partition", ODD, "--no-requeue")
+    for name, value in (("chdir", str(odd)), ("partition", ODD)):
+        assert shlex.split(options_of(script)[name]) == [value]
+    stand_ins = {"show": 'printf "%s\\0" "$@"', "srun": '"${@: -3}"', "scontrol": "echo host"}
+    for program, line in stand_ins.items():
+        (tmp_path / program).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / program).chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "SLURM_NODEID": "0"}
+    shell = ["bash", "-c", script]
+    ran = subprocess.run(shell, env=variables, capture_output=True, text=True, check=True, timeout=60)
+    assert ran.stdout.split("\0")[-2] == text
+    mounted = ["--mount", f"data:{odd}", "--gpu", "H100"]
+    lines = yaml.safe_load(printed("skypilot", *BIG, *mounted))["run"].splitlines()
+    (change,) = (line for line in lines if line.startswith("cd "))
+    assert shlex.split(change) == ["cd", str(odd)]
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        ([*BIG, "--partition", "a\nb"], "the line of a script cannot have a line break"),
         ([*BIG, "--nodes", "3"], "the layout has 16 rank(s), which 3 nodes cannot share equally"),
         ([*BIG, "--gpus-per-node", "4"], "needs 16 GPUs (16 ranks, 0 for servers), but 2 node(s) with 4 have 8"),
         ([*BIG, "--nodes", "4", "--gpus-per-node", "8"], "have 32, but the config uses 16"),
@@ -103,6 +132,7 @@ def test_options_of_slurm_reach_the_script(printed: Printed) -> None:
         ([*BIG, "--mount", "/shared"], "write SOURCE:DIRECTORY"),
         ([*BIG, "--env", "HF_TOKEN=hf_123"], "give --env HF_TOKEN alone"),
         ([*BIG, "--name", "My Run"], "--name is 'My Run'; use up to 40 lower-case letters"),
+        ([*BIG, "--name", "2nd"], "a letter first"),
         ([*BIG, "--optimzer.lr", "1"], 'did you mean "optimizer.lr"'),
         (["sft"], "give a CONFIG after the recipe"),
     ],
@@ -163,6 +193,15 @@ def test_a_pytorchjob_has_a_pod_for_each_node(printed: Printed, tmp_path: Path) 
     (master,) = replicas["Master"]["template"]["spec"]["containers"]
     assert f"{job['metadata']['name']}-master-0:{master['ports'][0]['containerPort']}" in master["command"][2]
     assert master["livenessProbe"]["tcpSocket"]["port"] == master["ports"][0]["name"]
+
+
+def test_kubernetes_replaces_no_variable_in_a_value(printed: Printed) -> None:
+    """It reads $$ as $, and $(NAME) as the variable."""
+    words = ["--env", "A=a$$b$(POD_IP)$c", "--setup", "echo $$ $(POD_IP) $A"]
+    *_, job = yaml.safe_load_all(printed(*KUBERNETES, *words))
+    (container,) = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"]
+    assert container["env"][0] == {"name": "A", "value": "a$$$b$$(POD_IP)$c"}
+    assert "echo $$$ $$(POD_IP) $A\n" in container["command"][2]
 
 
 def test_a_rayjob_leaves_the_placement_to_ray(printed: Printed) -> None:

@@ -15,7 +15,7 @@ from postlude.pool.limits import is_secret_name
 from postlude.recipes.config.rollout import rollout_of
 
 PORT = 29400  # of torchrun's rendezvous
-NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
+NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")  # a name of a service of Kubernetes too
 VARIABLE = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -80,7 +80,8 @@ class Job:
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
             raise ValueError(
-                f"--name is {self.name!r}; use up to 40 lower-case letters, digits and dashes, as in {self.recipe}-1."
+                f"--name is {self.name!r}; use up to 40 lower-case letters, digits and dashes, a letter first, as in "
+                f"{self.recipe}-1."
             )
         for name, value in self.environment.items():
             if not VARIABLE.fullmatch(name):

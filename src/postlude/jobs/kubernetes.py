@@ -5,6 +5,7 @@ A ConfigMap holds the config, and a PodDisruptionBudget keeps a drain of nodes f
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import Any
 
@@ -68,7 +69,7 @@ def _replicas(job: Job, count: int, *, master: bool = False) -> Manifest:
         more=' --local-addr "$POD_IP"',
     )
     container = _container("pytorch", job)
-    container["command"] = ["bash", "-c", "\n".join(["set -e", *job.setup, f"exec {torchrun}"])]
+    container["command"] = ["bash", "-c", "\n".join(["set -e", *map(_literal, job.setup), f"exec {torchrun}"])]
     container["workingDir"] = job.directory
     container["env"].append({"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
     if master:  # the port of the rendezvous is open as long as torchrun lives
@@ -119,7 +120,7 @@ def _template(job: Job, container: Manifest) -> Manifest:
 
 
 def _container(name: str, job: Job) -> Manifest:
-    values = [{"name": name, "value": value} for name, value in job.environment_values.items()]
+    values = [{"name": name, "value": _literal(value)} for name, value in job.environment_values.items()]
     secrets = [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": SECRET, "key": name}}} for name in job.environment_names
     ]
@@ -137,6 +138,11 @@ def _container(name: str, job: Job) -> Manifest:
         "resources": {"limits": limits},
         "volumeMounts": mounts,
     }
+
+
+def _literal(text: str) -> str:
+    """Returns what Kubernetes reads as this text: it replaces $(NAME) by the variable, and $$ by $."""
+    return re.sub(r"\$(?=[$(])", "$$", text)
 
 
 def _metadata(name: str, job: Job) -> Manifest:

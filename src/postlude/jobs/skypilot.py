@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from postlude.jobs.job import PORT, Job, dump
@@ -60,4 +61,4 @@ def _run(job: Job) -> str:
     host = 'head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)'
     torchrun = job.torchrun("$head", str(PORT), "$((SKYPILOT_NODE_RANK == 0))", config=f'"$HOME/{CONFIG}"')
     config = f"cat > \"$HOME/{CONFIG}\" <<'END_OF_CONFIG'\n{job.config}END_OF_CONFIG"
-    return "\n".join(["set -e", config, host, *job.setup, f'cd "{job.directory}"', f"exec {torchrun}", ""])
+    return "\n".join(["set -e", config, host, *job.setup, f"cd {shlex.quote(job.directory)}", f"exec {torchrun}", ""])

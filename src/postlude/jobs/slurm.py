@@ -51,7 +51,10 @@ def _options(job: Job) -> list[str]:
         "open-mode": "append",  # a job that starts again continues its file
         "signal": f"B:USR1@{job.grace}",
     }
-    lines = [f"#SBATCH --{name}={value}" for name, value in values.items() if value is not None]
+    for name, value in values.items():
+        if "\n" in str(value):
+            raise ValueError(f"--{name} is {str(value)!r}: the line of a script cannot have a line break. Use another.")
+    lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in values.items() if value is not None]
     lines += [] if job.cpus_per_node else ["#SBATCH --exclusive"]  # else a task gets one CPU
     return ["#!/bin/bash", *lines, f"#SBATCH --{'' if job.requeue else 'no-'}requeue"]
 
@@ -87,7 +90,7 @@ def _body(job: Job) -> list[str]:
         "",
         "run_node() {",
         *(f"    {line}" for line in ("set -e", *job.setup) if job.setup),
-        *(f"    {line}" for line in f"exec {command}".splitlines()),
+        f"    exec {command}",  # as it is: a quoted argument may have several lines
         "}",
         "export -f run_node",
         "",
