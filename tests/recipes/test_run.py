@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from postlude.cli import main
 from postlude.durable_files import write_atomic
 from postlude.recipes.config import schema
 from postlude.recipes.config.policy_configs import GRPOConfig
@@ -344,12 +346,18 @@ def test_run_of_an_older_version_resumes_with_the_default_of_a_new_key(tmp_path:
         assert not run.changed
 
 
-def test_broken_config_of_a_run_gives_clear_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", [b"a: [", b"\0" * 9, b"\xff\xfe", b"5", b"[a]"])
+def test_broken_config_of_a_run_gives_clear_error(
+    text: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with open_run(tmp_path, CONFIG) as run:
         train(run, 1, 1)
-    (tmp_path / "config.yaml").write_text("a: [")
-    with pytest.raises(ValueError, match=r"config.yaml cannot be read \(.*\), so it is unclear which run it is"):
+    (tmp_path / "config.yaml").write_bytes(text)
+    sentence = r"config.yaml cannot be read \(.*\), so it is unclear which run it is"
+    with pytest.raises(ValueError, match=sentence):
         open_run(tmp_path, CONFIG)
+    assert main(["report", str(tmp_path)]) == 2
+    assert re.search(sentence, capsys.readouterr().err)
 
 
 def test_second_process_on_a_run_is_refused(tmp_path: Path) -> None:

@@ -351,7 +351,7 @@ def _changes(path: Path, config: Mapping[str, Any], allowed: AllowedChanges) -> 
         return {}
     if (changed := changed_files(path, allowed.files)) and config.get("file_changes") != "allow":
         raise ValueError(refused_files(path, changed))
-    written = _config_of(path)
+    written = read_config(path)
     changed_keys = [
         (key, old, new)
         for key, old, new in differences(with_masks_of(written, masked), written)
@@ -387,20 +387,10 @@ def _has_steps(path: Path) -> str:
     return METRICS if any(line.get("phase") != "start" for line in read_metrics(path)) else ""
 
 
-def _config_of(path: Path) -> dict[str, Any]:
-    try:
-        return read_config(path)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path / CONFIG} cannot be read ({' '.join(str(error).split())}), so it is unclear which run it is. Fix "
-            "it, or give another directory (--run)."
-        ) from error
-
-
 def _write_config(path: Path, config: Mapping[str, Any], changed: bool) -> None:
     """Writes the config. An earlier one that has steps is kept in configs/."""
     (path / CHECKPOINTS).mkdir(exist_ok=True)
-    masked, written = _masked(config), _config_of(path) if _has_steps(path) else {}
+    masked, written = _masked(config), read_config(path) if _has_steps(path) else {}
     private = mask(plain_value(config)) != plain_value(config) or is_private(path)
     if changed:
         (path / EARLIER).mkdir(exist_ok=True)

@@ -162,10 +162,18 @@ LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten 
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """Returns the config of a run without its secrets, or {}."""
+    """Returns the config of a run without its secrets, or {}. Raises ValueError for a file that holds none."""
     path = run / CONFIG
-    config = yaml.load(path.read_text(), LOADER) if path.is_file() else None
-    return mask(config) if isinstance(config, dict) else config or {}
+    try:
+        config = yaml.load(path.read_text(), LOADER) if path.is_file() else None
+        if not isinstance(config, dict | None):
+            raise ValueError(f"it holds {config!r:.60}")
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({' '.join(str(error).split())}), so it is unclear which run it is. Fix it, or "
+            "give another directory (--run)."
+        ) from error
+    return mask(config or {})
 
 
 def is_private(run: Path) -> bool:
