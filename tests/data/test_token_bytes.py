@@ -21,6 +21,20 @@ def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
+def test_a_byte_level_vocabulary_may_lack_bytes() -> None:
+    """Such as SmolLM2's, which has no character for 21 of them. A token that is written otherwise is its own text."""
+    written = [
+        "a",
+        "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}",
+        "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}a",
+        "\N{SNOWMAN}",
+    ]
+    tokenizer = Tokenizer(models.BPE({token: place for place, token in enumerate(written)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    token_bytes = TokenBytes(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    assert [token_bytes.text(token) for token in range(4)] == ["a", " ", " a", "\N{SNOWMAN}"]
+
+
 @pytest.mark.parametrize("make", [lambda: load_tokenizer("tiny-dense"), sentencepiece_tokenizer])
 def test_bytes_of_tokens_are_the_text(make) -> None:
     tokenizer = make()

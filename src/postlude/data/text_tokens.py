@@ -161,6 +161,7 @@ def _byte_characters() -> dict[str, int]:
 
 
 BYTE_CHARACTERS = _byte_characters()
+BYTE_SPACE = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}"  # one of them, that no vocabulary leaves out
 
 
 class TokenBytes:
@@ -171,14 +172,15 @@ class TokenBytes:
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._byte_level = BYTE_CHARACTERS.keys() <= tokenizer.get_vocab().keys()
+        space = tokenizer.get_vocab().get(BYTE_SPACE)
+        self._byte_level = space is not None and tokenizer.decode([space]) == " "
 
     def of(self, token: int) -> bytes:
         """Returns the bytes of a token; none for an id that is no token."""
         written = self._tokenizer.convert_ids_to_tokens(token)
         if written is None or token in self._tokenizer.added_tokens_decoder:
             return (written or "").encode()
-        if self._byte_level:
+        if self._byte_level and BYTE_CHARACTERS.keys() >= set(written):
             return bytes(BYTE_CHARACTERS[character] for character in written)
         byte = BYTE_TOKEN.fullmatch(written)
         return bytes([int(byte[1], 16)]) if byte else written.replace(SPACE, " ").encode()
