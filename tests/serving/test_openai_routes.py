@@ -176,10 +176,13 @@ def test_streamed_chat_equals_the_completion(url: str, stop: str | None) -> None
 
 
 def test_streamed_completion_equals_the_completion(url: str) -> None:
-    body = {"prompt": "Once", "max_tokens": 12, "seed": 4}
+    body = {"prompt": "Once", "max_tokens": 12, "seed": 4, "logprobs": 1, "echo": True}
     _, full_reply = request_json(f"{url}/v1/completions", body)
     chunks = stream_chunks(f"{url}/v1/completions", body | {"stream": True})
     assert "".join(part["choices"][0]["text"] for part in chunks) == full_reply["choices"][0]["text"]
+    for name in ("tokens", "text_offset"):
+        streamed = [value for part in chunks for value in part["choices"][0]["logprobs"][name]]
+        assert streamed == full_reply["choices"][0]["logprobs"][name]
     assert {part["object"] for part in chunks} == {"text_completion"}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -296,10 +297,10 @@ class _OpenAIWriter(ReplyWriter):
     def _choice(
         self, index: int, content: Mapping[str, Any], tokens: ScoredTokens, reason: str | None
     ) -> dict[str, Any]:
-        logprobs = self._logprobs(tokens) if self._has_logprobs else None
+        logprobs = self._logprobs(index, tokens) if self._has_logprobs else None
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
-    def _logprobs(self, tokens: ScoredTokens) -> dict[str, Any]:
+    def _logprobs(self, index: int, tokens: ScoredTokens) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -348,7 +349,7 @@ class ChatWriter(_OpenAIWriter):
             choice = self._choice(index, {"delta": delta}, tokens if is_last else ScoredTokens(), reason)
             yield self._chunk([choice])
 
-    def _logprobs(self, tokens: ScoredTokens) -> dict[str, Any]:
+    def _logprobs(self, index: int, tokens: ScoredTokens) -> dict[str, Any]:
         return {"content": logprob_entries(self.model, tokens), "refusal": None}
 
 
@@ -373,6 +374,7 @@ class CompletionsWriter(_OpenAIWriter):
     ) -> None:
         super().__init__(model, logprobs=logprobs, usage=usage)
         self._n, self._echo, self._echo_tokens = n, echo, echo_tokens
+        self._offsets = Counter[int]()  # characters of each completion so far, as its tokens write them
 
     def reply(self, turns: Sequence[Turn], usage: TokenUsage) -> Any:
         choices = []
@@ -400,7 +402,7 @@ class CompletionsWriter(_OpenAIWriter):
             self._echo_tokens[prompt] if self._echo_tokens else ScoredTokens(),
         )
 
-    def _logprobs(self, tokens: ScoredTokens) -> dict[str, Any]:
+    def _logprobs(self, index: int, tokens: ScoredTokens) -> dict[str, Any]:
         text_of = self.model.token_bytes.text
         texts = [text_of(token) for token in tokens.ids]
         values = [None if logprob is None else max(logprob, MIN_LOGPROB) for logprob in tokens.logprobs]
@@ -408,7 +410,7 @@ class CompletionsWriter(_OpenAIWriter):
             None if place is None else {text_of(other): max(value, MIN_LOGPROB) for other, value in place}
             for place in tokens.top
         ]
-        offsets = [0, *itertools.accumulate(map(len, texts))][: len(texts)]
+        *offsets, self._offsets[index] = itertools.accumulate(map(len, texts), initial=self._offsets[index])
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top or None, "text_offset": offsets}
 
 
