@@ -80,6 +80,15 @@ def test_sharded_bins_hold_every_sequence_once_on_its_owner(sequences, budget, r
         assert prefixes.among(members).computed_tokens(lengths) <= budget
 
 
+def test_groups_that_share_with_an_earlier_group_fit_the_budget():
+    """The last pair begins like the first one, in the order of tokens, but is put next to the second one."""
+    sequences = [[1, 0], [0], [1, 0, 1], [1, 0], [0, 0, 1], [1, 1, 1, 0]]
+    prefixes, groups = PrefixOrder.of(sequences), [0, 0, 1, 1, 2, 2]
+    bins = plan_bins([len(sequence) for sequence in sequences], 8, groups=groups, prefixes=prefixes)
+    assert sorted(member for members in bins for member in members) == list(range(6))
+    assert all(len(prefixes_of([sequences[member] for member in members])) <= 8 for members in bins)
+
+
 def test_sequences_that_share_stay_together_as_far_as_ranks_need_work():
     prompts = [[1] * 40, [2] * 40]
     sequences = [[*prompt, 3, row] for row in range(4) for prompt in prompts]

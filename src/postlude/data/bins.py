@@ -220,15 +220,16 @@ def _join_sharing(
         if number in seen:
             continue
         seen.add(number)
-        unit = units[number]
-        # The unit's other sequences share at least as much with it elsewhere: this is an upper bound of the size.
-        unit_size, _ = _unit_size_and_cost(unit, lengths, prefixes)
-        if common and joined and size + unit_size - common <= limit:
-            joined[-1] = joined[-1] + unit
-            size, _ = _unit_size_and_cost(joined[-1], lengths, prefixes)
-        else:
-            joined.append(list(unit))
-            size = unit_size
+        unit_size, _ = _unit_size_and_cost(units[number], lengths, prefixes)
+        if common and joined:
+            both = [*joined[-1], *units[number]]
+            both_size, _ = _unit_size_and_cost(both, lengths, prefixes)
+            # The sequence that it shares tokens with may be in a unit before the last one.
+            if both_size <= limit and both_size < size + unit_size:
+                joined[-1], size = both, both_size
+                continue
+        joined.append(list(units[number]))
+        size = unit_size
     return joined
 
 
