@@ -2,22 +2,25 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from postlude import LanguageModel, Layout, pack
+from postlude import LanguageModel, Layout, Loss, OutputInputs, pack
 from postlude.data import Batch
 from postlude.engine import Engine
 from postlude.hf.read_model import model_from_hf
 from postlude.model.parallel import local_shard, region
+from postlude.objectives import MTP, ActorCritic, Objective, ValueLoss
 from postlude.objectives.summed import SUM, SUMMED_LOSSES
 from tests.conftest import Ranks
 from tests.equality import TOLERANCE
 from tests.meshes import mesh
+from tests.model.small import sequences, small_config
 from tests.objectives.test_layouts import tiny
 
 LENGTHS = (9, 6, 1, 8, 11, 5)  # positions; a sequence has one more token
@@ -204,3 +207,33 @@ def test_equals_the_float64_formula(ranks: Ranks, layout: str, size: int) -> Non
 def test_a_setting_out_of_bounds_is_refused() -> None:
     with pytest.raises(ValueError, match="clip_low_threshold is -1, but it must be a number of at least 0"):
         SUMMED_LOSSES["ppo"](clip_low_threshold=-1.0)  # type: ignore[call-arg]
+
+
+def wrapped_outputs(group: dist.ProcessGroup) -> list[list[Tensor]]:
+    """Returns the outputs of an objective, of what wraps it, and of a sum in which it is the second."""
+    engine = Engine(small_config("[*-]/[*-]"), budget=32, critic=True)
+    tokens = sequences(9, 5)
+    ones = [torch.ones(len(sequence)) for sequence in tokens]
+    batch = Batch(tokens, {"target_tokens": tokens, "weights": ones, "returns": ones})
+    inner, value = SUMMED_LOSSES["cross_entropy"](), ValueLoss(clip=None, over="tokens")
+    critic = ActorCritic(policy=inner, value=value)
+    objectives = [inner, critic, MTP(objective=critic), ValueFirst(value, inner)]
+    counts = {"tokens": 1.0, "tokens +1": 1.0}
+    return [engine.evaluate_loss(batch, objective, counts).outputs["logprobs"] for objective in objectives]
+
+
+@dataclass(frozen=True)
+class ValueFirst:
+    value: ValueLoss
+    policy: Objective
+    has_outputs: ClassVar[bool] = True
+
+    def __call__(self, inputs: OutputInputs) -> Loss:
+        return self.value(inputs) + self.policy(inputs)
+
+
+def test_outputs_of_wrapped_and_added_losses_are_returned(ranks: Ranks) -> None:
+    ((expected_outputs, *others),) = ranks(1, wrapped_outputs)
+    assert [len(values) for values in expected_outputs] == [9, 5]
+    for outputs in others:
+        assert all(torch.equal(*pair) for pair in zip(outputs, expected_outputs, strict=True))

@@ -80,8 +80,9 @@ class Loss:
     """Values [T, ...] that `PassResult.outputs` returns per sequence, if the objective has `has_outputs = True`."""
 
     def __add__(self, other: Loss) -> Loss:
-        """Returns the sum, with the metrics of both. Metrics of one name are reduced together."""
-        return replace(self, addends=(*self.addends, replace(other, addends=()), *other.addends))
+        """Returns the sum, with the metrics and outputs of both. Metrics of one name are reduced together."""
+        addends = (*self.addends, replace(other, addends=()), *other.addends)
+        return replace(self, addends=addends, outputs={**self.outputs, **other.outputs})
 
     def __mul__(self, factor: float) -> Loss:
         """Returns the loss times `factor`. Metrics stay as they are."""

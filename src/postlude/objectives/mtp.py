@@ -68,6 +68,11 @@ class MTP:
 
         return MTPOptions(stop_trunk=self.stop_trunk)
 
+    @property
+    def has_outputs(self) -> bool:
+        """Whether the objective's `Loss.outputs` are returned."""
+        return bool(getattr(self.objective, "has_outputs", False))
+
     def denominators(self, depths: int) -> Denominators:
         """Returns the denominators of the objective, and those of each depth."""
         inner = getattr(self.objective, "denominators", None)

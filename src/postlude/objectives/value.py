@@ -77,6 +77,11 @@ class ActorCritic:
     def __post_init__(self) -> None:
         Bounds(above=0).check("coefficient", self.coefficient)
 
+    @property
+    def has_outputs(self) -> bool:
+        """Whether the policy's `Loss.outputs` are returned."""
+        return bool(getattr(self.policy, "has_outputs", False))
+
     def denominators(self, depths: int) -> Denominators:
         """Returns the weights of the means that are known before a pass."""
         policy = getattr(self.policy, "denominators", None)
