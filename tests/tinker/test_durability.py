@@ -142,14 +142,22 @@ def test_checkpoint_replacement_interrupted_by_kill_is_completed(tmp_path: Path)
     state.close()
 
 
-async def test_full_disk_fails_save_with_clear_error_and_training_continues(tmp_path: Path) -> None:
+FULL = os.strerror(errno.ENOSPC)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [OSError(errno.ENOSPC, FULL), OSError(f"state could not be written: rank 0 raised OSError: [Errno 28] {FULL}.")],
+    ids=["here", "in a rank"],
+)
+async def test_full_disk_fails_save_with_clear_error_and_training_continues(failure: OSError, tmp_path: Path) -> None:
     async with running_server(tmp_path) as (app, backend, _):
         client = await Client(app).open()
         model = await client.create_model()
         await client.run_pass(model, 1, 3.0)
         backend.failure = None
         await client.result(await client.step(model, 2))
-        backend.failure = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        backend.failure = failure
         full = await client.call("save_weights", {"model_id": model, "path": "a", "seq_id": 3})
         assert full["category"] == "server"
         assert "is full" in full["error"]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import secrets
 import shutil
 import time
@@ -260,9 +261,14 @@ def _read(kind: type[Value], path: Path) -> Value:
     return value
 
 
+def is_full(error: OSError) -> bool:
+    """Whether a write failed because a disk is full. The error of a rank says so in its text alone."""
+    return any(error.errno == number or os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
+
+
 def storage_sentence(error: OSError, directory: Path) -> str:
     """Returns a sentence about a write that failed, for the client."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_full(error):
         return (
             f"the disk of the server's state directory {directory} is full, so nothing of this was saved. Delete "
             "checkpoints, or have space made, and save again; training goes on meanwhile."

@@ -22,7 +22,7 @@ from postlude.serving.http.errors import HTTPError
 from postlude.tinker.backend import DiscardGradients, ModelLost, ModelSpec, TinkerBackend
 from postlude.tinker.futures import JSON, Category, Future, FutureStore, describe_failure
 from postlude.tinker.limits import Limits
-from postlude.tinker.state import StateDirectory, storage_sentence
+from postlude.tinker.state import StateDirectory, is_full, storage_sentence
 
 LOG = logging.getLogger("postlude")
 PREPARED = 4  # so many next requests of a model are read before their turn, so that ranks do not wait for them
@@ -304,7 +304,7 @@ class TrainingQueues:
                 self.end(model, f"{model.model_id} failed and its gradients cannot be dropped: {error}")
 
     def _describe(self, kind: str, error: Exception) -> tuple[str, Category]:
-        if isinstance(error, OSError) and error.errno is not None:
+        if isinstance(error, OSError) and (error.errno is not None or is_full(error)):
             return storage_sentence(error, self._state.directory), "server"
         return describe_failure(error, kind)
 
