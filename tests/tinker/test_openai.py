@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,23 @@ async def test_completions_and_chat_with_saved_weights_and_base_model(tmp_path: 
         for unknown in ("models/nobody", "embeddings"):
             reply = await request(app, "GET", f"{prefix}/{unknown}")
             assert (reply.status, reply.json["error"]["type"]) == (404, "invalid_request_error")
+
+
+async def test_the_imports_of_the_first_request_hold_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[str, threading.Thread] = {}
+    plain = builtins.__import__
+
+    def importing(name: str, *arguments: Any, **options: Any) -> Any:
+        threads.setdefault(name, threading.current_thread())
+        return plain(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", importing)
+    async with running_server(tmp_path, FakeBackend("tiny-dense")) as (app, _, _service):
+        assert (await post(app, "/v1/completions", {"model": BASE, "prompt": "a", "max_tokens": 1})).status == 200
+    for name in ("postlude.hf.load", "postlude.serving.server.model_routes"):
+        assert threads[name] is not threading.current_thread()
 
 
 async def test_weights_that_replaced_others_are_sampled(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from postlude.serving.server.api_routes import (
     models_reply,
 )
 from postlude.tinker.app import Handler, TinkerApp
-from postlude.tinker.backend import SampleRequest, SampleResult
+from postlude.tinker.backend import BaseModelInfo, SampleRequest, SampleResult
 from postlude.tinker.limits import check_prompt
 from postlude.tinker.sampling import Samplers, SamplingSession
 
@@ -45,7 +45,7 @@ Value = TypeVar("Value")
 
 
 class OpenAIApp:
-    """The routes of one server. Importing what they need takes seconds, so it happens at the first request."""
+    """The routes of one server. Importing what they need takes seconds, so a thread does so at the first request."""
 
     def __init__(self, app: TinkerApp) -> None:
         self._app, self._service = app, app.service
@@ -102,10 +102,6 @@ class OpenAIApp:
         return handle
 
     async def _routes_of(self, owner: str, model: str) -> ModelRoutes:
-        from postlude.hf.load import load_tokenizer
-        from postlude.serving.server.model_routes import ModelRoutes
-        from postlude.serving.server.served_model import ServedModel
-
         path = model if model.startswith("tinker://") else None
         record = self._service.sampler_record(owner, f"openai:{owner}:{model}", None if path else model, path)
         sampler_id = f"{record.sampler_id}:{record.saved}"  # a path that was saved again is another sampler
@@ -116,13 +112,19 @@ class OpenAIApp:
             sampler = SamplingSession(record, owner, session_id="")
             self._service.samplers.add(sampler)
         async with self._loading:
-            if info.name not in self._tokenizers:
-                self._tokenizers[info.name] = await asyncio.to_thread(load_tokenizer, info.tokenizer)
-        if sampler_id not in self._routes:
-            generation = _Generation(self._service.samplers, sampler, info.max_context_length, info.vocab_size)
-            tokenizer = self._tokenizers[info.name]
-            self._routes[sampler_id] = ModelRoutes(ServedModel(model, tokenizer, info.max_context_length), generation)
+            if sampler_id not in self._routes:
+                self._routes[sampler_id] = await asyncio.to_thread(self._new_routes, model, sampler, info)
         return self._routes[sampler_id]
+
+    def _new_routes(self, model: str, sampler: SamplingSession, info: BaseModelInfo) -> ModelRoutes:
+        from postlude.hf.load import load_tokenizer
+        from postlude.serving.server.model_routes import ModelRoutes
+        from postlude.serving.server.served_model import ServedModel
+
+        if info.name not in self._tokenizers:
+            self._tokenizers[info.name] = load_tokenizer(info.tokenizer)
+        generation = _Generation(self._service.samplers, sampler, info.max_context_length, info.vocab_size)
+        return ModelRoutes(ServedModel(model, self._tokenizers[info.name], info.max_context_length), generation)
 
 
 @dataclass
