@@ -278,6 +278,22 @@ def test_answers_may_be_in_another_column(tmp_path: Path, reward: str) -> None:
         absent.build(seed=0)
 
 
+@pytest.mark.parametrize("kind", ["kind: dataset", "kind: agent, url: 'http://localhost:1/'"])
+def test_rows_without_the_answer_that_a_reward_compares_with_are_refused(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "config.yaml"
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n{"prompt": "?", "answer": null}\n')
+    (tmp_path / "mine.py").write_text("def score(completion): return 1.0\n")
+
+    def build(rewards: str) -> None:
+        file.write_text(f"environment: {{{kind}, path: rows.jsonl, workers: 0, {rewards}}}\n")
+        load(GRPOConfig, file).environment.build(seed=0).close()
+
+    for compared in ("reward: exact", "rewards: {right: math}"):
+        with pytest.raises(ValueError, match=r'line 2 of rows\.jsonl has no value in column "answer"'):
+            build(compared)
+    build("rewards: {own: mine.py:score, right: {kind: function, function: exact, weight: 0}}")  # which only measures
+
+
 OWN_SAMPLING = {"temperature": 0.5, "max_new_tokens": 100, "top_k": 7, "top_p": 0.5, "min_p": 0.25, "stop": ("!",)}
 
 

@@ -182,8 +182,9 @@ class ReasoningGym:
 class DatasetTasks:
     """Every row of a dataset as a task: column `prompt` is the prompt, and the reward function gets the whole row.
 
-    Column `answer` is the right answer, for a warm start and for comparisons. With `chat`, text becomes a user's
-    message. Messages without a system message get `system`, if it is given.
+    Column `answer` is the right answer, for a warm start and for comparisons. Every row must have one with
+    `needs_answer`, or if it is another column than by default. With `chat`, text becomes a user's message. Messages
+    without a system message get `system`, if it is given.
     """
 
     def __init__(
@@ -192,10 +193,11 @@ class DatasetTasks:
         *,
         prompt: str = "prompt",
         answer: str = ANSWER,
+        needs_answer: bool = False,
         chat: bool = False,
         system: str | None = None,
     ) -> None:
-        self.rows = rows.require(prompt, *([answer] if answer != ANSWER else []))  # by default rows need not have one
+        self.rows = rows.require(prompt, *([answer] if needs_answer or answer != ANSWER else []))
         self.prompt, self.answer, self.chat, self.system = prompt, answer, chat, system
         if system is not None and not chat and isinstance(rows[0][prompt], str):
             raise ValueError("system is given, but chat is off, so prompts of text have no messages. Turn chat on.")

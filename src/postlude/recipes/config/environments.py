@@ -22,6 +22,7 @@ from postlude.recipes.config.rewards import (
     RewardCalls,
     RewardKinds,
     RewardModelFields,
+    compares_answers,
 )
 from postlude.recipes.config.schema import InputPath, Settings, TaggedUnion
 from postlude.recipes.row_sources import dataset_names
@@ -115,7 +116,8 @@ class PromptSettings(DatasetPath, RewardSettings):
     """What to do with prompts that leave no room for a completion in the budget: refuse to start, or drop them."""
 
     def tasks(self) -> Tasks:
-        return DatasetTasks(self.read(), prompt=self.prompt, answer=self.answer, chat=self.chat, system=self.system)
+        make = functools.partial(DatasetTasks, self.read(), prompt=self.prompt, answer=self.answer)
+        return make(needs_answer=compares_answers(self), chat=self.chat, system=self.system)
 
 
 class ScoredSettings(RewardSettings):
@@ -374,7 +376,7 @@ class AgentSettings(DatasetPath, EpisodeRunSettings):
 
     def build(self, seed: int, pool_factory: PoolFactory | None = None) -> Environment:
         """Returns the environment. `pool_factory` makes workers of rewards, and runs commands and functions."""
-        tasks = DatasetTasks(self.read(), prompt=self.prompt, answer=self.answer)
+        tasks = DatasetTasks(self.read(), prompt=self.prompt, answer=self.answer, needs_answer=compares_answers(self))
         columns = dict(tasks[0].example).keys()
         if missing := [name for name in self.task_columns if name not in columns]:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self, TypeAlias
 
@@ -21,6 +21,9 @@ from postlude.rollout.verifiers import ExactReward, MathReward
 
 Code: TypeAlias = Annotated[str, InputPath("code")]
 """path/to/file.py:name of a user's function or class."""
+
+BUILT_IN = {"exact": ExactReward, "math": MathReward}
+"""Rewards that compare with the answers of rows, by name."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,7 @@ class RewardCalls:
 
 def built_in(reward: str, answer: str) -> str | Callable[..., Any]:
     """Returns the reward that a name stands for, or the name if it is that of a user's function."""
-    functions = {"exact": ExactReward, "math": MathReward}
-    return functions[reward](answer) if reward in functions else reward
+    return BUILT_IN[reward](answer) if reward in BUILT_IN else reward
 
 
 class WeightSettings(Settings):
@@ -172,3 +174,11 @@ RewardKinds: TypeAlias = Annotated[
     FunctionRewardSettings | ModelRewardSettings | JudgeSettings,
     TaggedUnion(function=FunctionRewardSettings, reward_model=ModelRewardSettings, judge=JudgeSettings),
 ]
+
+
+def compares_answers(environment: Settings) -> bool:
+    """Whether a reward of an environment that counts, if it has any, compares completions with the answers of rows."""
+    rewards: Mapping[str, Any] = getattr(environment, "rewards", {})
+    parts = [part for part in rewards.values() if isinstance(part, FunctionRewardSettings) and part.weight]
+    functions = [getattr(environment, "reward", None), *(part.function for part in parts)]
+    return any(function in BUILT_IN for function in functions)
