@@ -1,17 +1,48 @@
-"""Ranks without an agent: processes with torchrun's variables, forked with everything imported."""
+"""Ranks that are forked with everything imported: without an agent, with torchrun's variables, or of `launch`."""
 
 import os
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import pytest
+from torch.multiprocessing.spawn import ProcessContext, start_processes
+
+from postlude.world import launcher
 from postlude.world.failure_report import RankError
 from postlude.world.launcher import ranks
 from postlude.world.ports import ReservedPort
 from tests.conftest import SERVER
 
 PATIENCE = 300  # seconds until a process that should end by itself is given up
+
+
+def fork_launched_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets `launch` fork its ranks, which it would spawn. They have its variables and its output all the same."""
+    forkserver.ensure_running()  # without those variables, which all its later processes would have
+    monkeypatch.setattr(launcher, "spawn", _fork)
+
+
+def _fork(function: Callable[..., None], arguments: tuple[Any, ...], nprocs: int, join: bool) -> ProcessContext | None:
+    output = [Connection(os.dup(number), readable=False) for number in (1, 2)]
+    inherited = dict(os.environ), output
+    return start_processes(_run_launched, (*inherited, function, arguments), nprocs, join, start_method="forkserver")
+
+
+def _run_launched(
+    index: int,
+    environment: dict[str, str],
+    output: list[Connection],
+    function: Callable[..., None],
+    arguments: tuple[Any, ...],
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, stream in enumerate(output, start=1):
+        os.dup2(stream.fileno(), number)
+    function(index, *arguments)
 
 
 class PlainRanks:

@@ -7,8 +7,6 @@ import logging
 import math
 import os
 import signal
-import subprocess
-import sys
 import urllib.request
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -20,13 +18,11 @@ from postlude.cli import main
 from postlude.json_log import LOG_FORMAT, JSONFormatter, json_line
 from postlude.recipes.run.files import read_metrics
 from postlude.recipes.run.progress import RunProgress, StepFilter
-from tests.commands import run_command
+from tests.commands import StartedCommand
+from tests.conftest import PATIENCE
+from tests.plain_ranks import fork_launched_ranks
 
 KEYS = ["time", "level", "rank", "step", "message", "fields"]
-
-
-def command(*words: str, **variables: str) -> list[str]:
-    return [sys.executable, "-m", "postlude", *words, "--log-format", "json"]
 
 
 def entries(output: str) -> list[dict[str, Any]]:
@@ -66,7 +62,11 @@ def test_a_mistake_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow  # two ranks start
-def test_all_lines_of_a_run_that_fails_are_objects(tmp_path: Path) -> None:
+def test_all_lines_of_a_run_that_fails_are_objects(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fork_launched_ranks(monkeypatch)
     rows = "".join(json.dumps({"prompt": f"{n}+1=", "completion": str(n + 1)}) + "\n" for n in range(8))
     (tmp_path / "rows.jsonl").write_text(rows)
     (tmp_path / "objective.py").write_text(
@@ -78,9 +78,8 @@ def test_all_lines_of_a_run_that_fails_are_objects(tmp_path: Path) -> None:
     words = ["sft", "--data.path=rows.jsonl", "--steps=9", "--batch_size=4", "--layout=dp_shard=2", "--run=run",
              "--objective=objective.py:objective", "--loggers=[]", "--export=false", "--observe.metrics_port=0",
              "--device=cpu", "--log-format=json"]  # fmt: skip
-    done = run_command(words, tmp_path)
-    assert done.returncode == 1, done.stderr
-    output, errors = entries(done.stdout), entries(done.stderr)
+    assert main(words) == 1
+    output, errors = (entries(text) for text in capfd.readouterr())
     steps = [line for line in output if line["message"].startswith("step ")]
     metrics = read_metrics(tmp_path / "run")
     assert [line["step"] for line in steps] == [line["step"] for line in metrics]
@@ -91,17 +90,14 @@ def test_all_lines_of_a_run_that_fails_are_objects(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # a server starts
-def test_all_lines_of_a_server_are_objects() -> None:
-    with subprocess.Popen(
-        command("serve", "tiny-dense", "--device", "cpu"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        (ready,) = entries(process.stdout.readline())
-        url = ready["message"].partition(" at ")[2]
-        with urllib.request.urlopen(f"{url}/health", timeout=30) as reply:
-            assert reply.status == 200
-        process.send_signal(signal.SIGTERM)
-        output, errors = process.communicate(timeout=60)
-    assert process.returncode == 0
-    entries(output)
-    entries(errors)
+def test_all_lines_of_a_server_are_objects(tmp_path: Path) -> None:
+    command = StartedCommand(["serve", "tiny-dense", "--device", "cpu", "--log-format", "json"], tmp_path)
+    (ready,) = entries(command.first_line())
+    url = ready["message"].partition(" at ")[2]
+    with urllib.request.urlopen(f"{url}/health", timeout=PATIENCE) as reply:
+        assert reply.status == 200
+    os.kill(command.process.pid or 0, signal.SIGTERM)
+    done = command.complete()
+    assert done.returncode == 0
+    entries(done.stdout)
+    entries(done.stderr)

@@ -18,7 +18,7 @@ from postlude.world.failure_report import RankError
 from postlude.world.launcher import launch, ranks
 from postlude.world.rendezvous import host_store
 from tests.listening import listening_addresses
-from tests.plain_ranks import PATIENCE, PlainRanks
+from tests.plain_ranks import PATIENCE, PlainRanks, fork_launched_ranks
 
 SHORT = 3.0  # seconds of a collective that one rank does not come to, when all have started
 
@@ -86,7 +86,8 @@ def test_results_are_in_rank_order_and_a_run_on_one_machine_listens_on_loopback_
         pytest.param("exit", "rank 1 of 2 ended with exit code 7 and no result.", marks=pytest.mark.thorough),
     ],
 )
-def test_failed_rank_ends_all_ranks_and_is_named(fault: str, sentence: str, tmp_path: Path, capfd) -> None:
+def test_failed_rank_ends_all_ranks_and_is_named(fault: str, sentence: str, tmp_path: Path, capfd, monkeypatch) -> None:
+    fork_launched_ranks(monkeypatch)
     with pytest.raises(RankError) as failure:
         launch(misbehave_on_one_rank, fault, 1, str(tmp_path), nproc=2, timeout=PATIENCE, device="cpu")
     assert str(failure.value).startswith(sentence)
