@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import time
 import traceback
 from collections import Counter
@@ -25,6 +26,7 @@ from hypothesis import HealthCheck, settings
 from tests.process_groups import CALL_GROUPS
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # it costs each process that a test starts a second
+sys.dont_write_bytecode = False  # nor should pytest rewrite every assertion again, which takes a third of collection
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the Hugging Face Hub; tests/hub_server.py stands in for it
 torch.backends.mkldnn.enabled = False  # see ops/linear.py: the models of tests are small
 
@@ -44,7 +46,9 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(  # once, for all ranks: each would take seconds to import it, some at its first step
     [
         "pytest",
+        "hypothesis",  # of this file, which every rank and command imports
         "torch._dynamo",
+        "torch.utils.tensorboard",
         "transformers.models.llama.modeling_llama",
         "transformers.models.qwen3_moe.modeling_qwen3_moe",
         "reasoning_gym",
