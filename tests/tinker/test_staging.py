@@ -20,6 +20,7 @@ from postlude.tinker.backend import AdamParams, ForwardBackward, ModelLost, Opti
 from postlude.tinker.engine_backend import EngineBackend
 from postlude.tinker.messages import RAN, RESULT, Call, Cancel, StagePass
 from postlude.tinker.rank_connection import RankConnection, StagedPasses
+from tests.conftest import SERVER
 
 from .test_worker import SPECS, data
 
@@ -127,6 +128,7 @@ async def test_staged_passes_equal_unstaged_and_are_lost_with_their_ranks(monkey
             with pytest.raises(ModelLost, match="its process was killed"):
                 await lost
         backend.stage("one", PASS)  # which is lost
+        monkeypatch.setattr(multiprocessing, "get_context", lambda _: SERVER)  # the second start is a faster one
         await backend.create_model("two", SPECS["one"])
         for request in requests[:2]:
             backend.stage("two", request)
