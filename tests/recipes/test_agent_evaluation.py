@@ -16,7 +16,7 @@ from postlude.recipes.registry import RECIPES
 from postlude.recipes.run.files import read_metrics, read_samples
 from postlude.rollout.agent_programs import AgentClient
 from tests.conftest import Ranks
-from tests.rollout.agent_runs import post
+from tests.rollout.model_calls import post
 
 SAMPLES, TASKS = 4, 3
 

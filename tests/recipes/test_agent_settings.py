@@ -26,7 +26,7 @@ from tests.rollout.agent_runs import BUDGET, tokenizer
 
 AGENTS = """
 from postlude.rollout.agent_programs import AgentClient
-from tests.rollout.agent_runs import post
+from tests.rollout.model_calls import post
 import asyncio
 from pathlib import Path
 

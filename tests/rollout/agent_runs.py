@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import http.client
 import itertools
-import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import urlsplit
 
 from postlude.data.chat import Encoder
 from postlude.generate.protocol import Completion, FinishedCompletion, Request
@@ -149,14 +146,3 @@ def trained_parts(trajectories: Sequence[Trajectory]) -> list[Part]:
                 trained.append(entry)
             place = end
     return sorted(trained)
-
-
-def post(url: str, key: str, body: Any, path: str = "/v1/chat/completions") -> tuple[int, Any]:
-    """Returns the status and the JSON of a reply."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    connection.request("POST", path, json.dumps(body), headers)
-    reply = connection.getresponse()
-    data = json.loads(reply.read())
-    connection.close()
-    return reply.status, data

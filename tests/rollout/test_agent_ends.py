@@ -37,11 +37,11 @@ from tests.rollout.agent_runs import (
     RecordingEngine,
     Reply,
     check_tokens,
-    post,
     run_agents,
     tasks,
     tokenizer,
 )
+from tests.rollout.model_calls import post
 from tests.rollout.test_agents import USER, asking, counted
 
 CHAT = {"model": "any", "messages": [USER]}

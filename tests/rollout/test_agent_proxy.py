@@ -23,7 +23,8 @@ from postlude.rollout.agents import AgentEnvironment, AgentOptions
 from postlude.rollout.episode import Episode
 from postlude.rollout.model_calls import ModelAccess, ModelCall
 from postlude.serving.server.served_model import ServedModel
-from tests.rollout.agent_runs import BUDGET, SAMPLING, RecordingEngine, post, tasks, tokenizer
+from tests.rollout.agent_runs import BUDGET, SAMPLING, RecordingEngine, tasks, tokenizer
+from tests.rollout.model_calls import post
 from tests.rollout.test_agents import USER, asking, counted
 
 EPISODES, CALLS = 4, 3

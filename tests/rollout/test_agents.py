@@ -21,7 +21,8 @@ from postlude.rollout.episode import Episode
 from postlude.rollout.function_reward import FunctionReward
 from postlude.rollout.model_calls import ModelCall, PendingCalls
 from postlude.rollout.sandbox import open_sandbox
-from tests.rollout.agent_runs import BUDGET, SAMPLING, RecordingEngine, check_tokens, post, run_agents, tasks
+from tests.rollout.agent_runs import BUDGET, SAMPLING, RecordingEngine, check_tokens, run_agents, tasks
+from tests.rollout.model_calls import post
 from tests.rollout.test_agent_transcripts import TOOL
 
 USER = {"role": "user", "content": "1+1?"}

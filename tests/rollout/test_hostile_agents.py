@@ -23,7 +23,8 @@ import pytest
 from postlude.generate.protocol import FinishedCompletion, Request
 from postlude.rollout.agent_programs import AgentClient, FunctionAgent
 from postlude.rollout.conversations import Trajectory
-from tests.rollout.agent_runs import RecordingEngine, check_tokens, post, run_agents, sampled_parts, trained_parts
+from tests.rollout.agent_runs import RecordingEngine, check_tokens, run_agents, sampled_parts, trained_parts
+from tests.rollout.model_calls import post
 from tests.rollout.test_agents import counted, program
 from tests.rollout.test_rewards import has_exited
 
