@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from postlude.cli import main
 from postlude.recipes.config.load import load
 from postlude.recipes.registry import RECIPES
+from postlude.recipes.report.status import read_status
 from postlude.recipes.run.config_changes import WHOLE, fingerprint, input_files, user_code_hashes
-from postlude.recipes.run.files import read_metrics, read_record
+from postlude.recipes.run.files import CONFIG, read_metrics, read_record
 from postlude.recipes.run.start_mode import RESUME_NEWEST, StartMode, find_checkpoint, parse_step, resume_command
 from tests.conftest import Ranks
 from tests.recipes.test_run import limit_file_size
@@ -75,8 +76,11 @@ def test_new_learning_rate_applies_from_the_resumed_step(ranks: Ranks, tmp_path:
     }
     with pytest.raises(pytest.fail.Exception, match=r"batch_size is 4 there and 8 here.*--from .*/parts/step-000004"):
         ranks(1, run_sft, parts, rows, "--steps=4", "--batch_size=8")
+    before = read_status(Path(parts)), (Path(parts) / CONFIG).read_text()
     with pytest.raises(pytest.fail.Exception, match="is at step 4 already, but the run ends at step 3"):
         ranks(1, run_sft, parts, rows, "--steps=3")
+    after = read_status(Path(parts)), (Path(parts) / CONFIG).read_text()
+    assert (after[0].state, after[0].step, after[1]) == (before[0].state, 4, before[1]), "a refusal changes nothing"
 
 
 @pytest.mark.slow

@@ -115,11 +115,7 @@ class TrainingRun:
             bool(config.export),
         )
         step = -1 if checkpoint is None else checkpoint_step(checkpoint)  # -1: before the evaluation of step 0
-        if step > trainer.total_steps:
-            raise ValueError(
-                f"{directory.path} is at step {step} already, but the run ends at step {trainer.total_steps}. Raise "
-                "steps or epochs, or go back with --resume-from."
-            )
+        self._check_length(step)  # with epochs, the length is known only now
         files = trainer.allowed_changes.files
         if is_rank0():
             clear_outcome(directory.path)
@@ -176,12 +172,22 @@ class TrainingRun:
         return None
 
     def _checked_split(self, step: int | None) -> Split | None:
-        """Returns the split. Raises ValueError if a resumed run has another, or no checkpoint of `step`."""
+        """Returns the split. Raises ValueError if a resumed run has another, no checkpoint of `step`, or more steps."""
         directory = self.trainer.run
         checkpoints, split = directory.checkpoints_to_try(step), self.trainer.split()
+        if checkpoints and self.trainer.plain_config.get("steps") is not None:
+            self._check_length(checkpoint_step(checkpoints[0]))
         if checkpoints and split is not None:
             split.check_same(directory.path)
         return split
+
+    def _check_length(self, step: int) -> None:
+        """Raises ValueError if the run ends before `step`, which its checkpoint has made."""
+        if step > self.trainer.total_steps:
+            raise ValueError(
+                f"{self.trainer.run.path} is at step {step} already, but the run ends at step "
+                f"{self.trainer.total_steps}. Raise steps or epochs, or go back with --resume-from."
+            )
 
     def train_and_log_step(self) -> StepMetrics:
         """Runs `train_step`, saves and evaluates if due, and logs the metrics of both. Returns them.
