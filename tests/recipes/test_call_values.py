@@ -113,6 +113,10 @@ def test_rows_that_cannot_be_written_and_mistakes_leave_nothing(tmp_path: Path) 
         sft(data=[*ROWS[:1], "text"], run=run, **SMALL)
     with pytest.raises(TypeError, match=r"row 0 of evaluation.sets.a.environment.path cannot be written as JSON"):
         grpo(evaluation={"sets": {"a": {"environment": {"path": [{"prompt": object()}]}}}}, run=run)
+    with pytest.raises(ValueError, match=r"^data is given no rows\. Give at least one"):
+        sft(data=[], run=run, **SMALL)
+    with pytest.raises(TypeError, match="on_step is 3, but it is a function"):
+        sft(data=ROWS, run=run, on_step=3, **SMALL)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match='has no column "messages"'):
         sft(data=[{"question": "1+1"}], run=run, **SMALL)
     with pytest.raises(ValueError, match="an evaluation has none"):

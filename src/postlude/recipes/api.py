@@ -95,9 +95,14 @@ class InMemoryRows:
             return [self._taken(inner, "", f"{path}.{index}") for index, inner in enumerate(value)]
         if key not in (DATA, PATH) or not _is_iterable(value):
             return value
-        if key == DATA and isinstance(value, list) and all(isinstance(row, Mapping) and PATH in row for row in value):
+        of_paths = (
+            key == DATA and isinstance(value, list) and all(isinstance(row, Mapping) and PATH in row for row in value)
+        )
+        if of_paths and value:
             return [self._taken(dataset, "", f"{path}.{index}") for index, dataset in enumerate(value)]
         content = b"".join(_line(row, number, path) for number, row in enumerate(_rows_of(value)))
+        if not content:
+            raise ValueError(f"{path} is given no rows. Give at least one.")
         file = _File(f"{hashlib.sha256(content).hexdigest()[:16]}.jsonl")
         self.files[file.name] = content
         return {PATH: file} if key == DATA else file
@@ -266,6 +271,8 @@ class RecipeFunction:
         run_config = chosen.read(file, settings=[layer.in_run(run) for layer in rows])
         if on_step is not None and self.command == "eval":
             raise ValueError("on_step is called after training steps, but an evaluation has none. Leave it out.")
+        if on_step is not None and not callable(on_step):
+            raise TypeError(f"on_step is {on_step!r}, but it is a function of a step and its metrics.")
 
         from postlude.recipes.report.summary import read_summary
         from postlude.recipes.run.files import read_metrics
