@@ -128,6 +128,7 @@ def test_a_killed_run_is_named_at_once(tmp_path: Path) -> None:
     process.join()
     status = read_status(tmp_path)
     assert status.state == "killed"
+    assert "it was killed, or its disk was full" in status.explanation
     assert f"process {process.pid}" in status.explanation
     assert not status.well
     assert main(["status", str(tmp_path)]) == 1

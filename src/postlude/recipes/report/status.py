@@ -181,7 +181,10 @@ def _state(first: Mapping[str, Any], ranks: Sequence[RankPlace], now: float) -> 
     silent = f"it wrote its last heartbeat {format_duration(max(ranks[0].heartbeat_seconds, 0.0))} ago"
     process = f"process {first['pid']} on {first['host']}"
     if ranks[0].alive is False:
-        return KILLED, f"{process} ended without a word: it was killed. {silent[0].upper()}{silent[1:]}."
+        return (
+            KILLED,
+            f"{process} ended without a word: it was killed, or its disk was full. {silent[0].upper()}{silent[1:]}.",
+        )
     if ranks[0].lost:
         runs = "runs, but" if ranks[0].alive else "is not of this machine, and"
         why = "is stopped, or cannot write" if ranks[0].alive else "was killed, lost its machine, or cannot write"
