@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 
 from postlude.generate.sampling_params import SamplingParams
+from postlude.tinker.bodies import SampleBody
 from postlude.tinker.wire import SampleResponse
 
 from .asgi_client import Client, running_server
-from .fake_backend import BASE, CONTEXT, OTHER, VOCAB
+from .fake_backend import BASE, CONTEXT, OTHER, VOCAB, FakeBackend
 
 
 def sample(sampler: str, seq_id: int, tokens: list[int] | None = None, **fields: Any) -> dict[str, Any]:
@@ -137,13 +139,31 @@ async def test_max_tokens_defaults_to_context_and_seed_to_random(tmp_path: Path)
         assert (third.seed, third.top_k) == (7, 0)
 
 
+async def wait_for_samples(backend: FakeBackend, count: int) -> None:
+    async with asyncio.timeout(60):
+        while [call[0] for call in backend.calls].count("sample") < count:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_sample_that_is_cancelled_before_it_begins_ends(tmp_path: Path) -> None:
+    async with running_server(tmp_path) as (app, backend, service):
+        client = await Client(app).open()
+        sampler = await open_sampler(client)
+        owner = service.samplers.samplers[sampler].owner
+        future = service.sample(owner, SampleBody.model_validate_json(json.dumps(sample(sampler, 0))))
+        service.samplers.cancel(future.request_id)
+        async with asyncio.timeout(60):
+            assert "cancelled" in (await client.result(future.request_id))["error"]
+        assert "sample" not in [call[0] for call in backend.calls]
+
+
 async def test_a_cancelled_sample_ends(tmp_path: Path) -> None:
     async with running_server(tmp_path) as (app, backend, _):
         client = await Client(app).open()
         sampler = await open_sampler(client)
         backend.gate.clear()
         request_id = await client.submit("asample", sample(sampler, 0))
-        await asyncio.sleep(0.02)
+        await wait_for_samples(backend, 1)
         assert (await client.post("cancel_future", {"request_id": request_id})).status == 204
         assert "cancelled" in (await client.result(request_id))["error"]
         assert backend.cancelled == 1
@@ -155,7 +175,7 @@ async def test_too_many_samples_of_one_key_get_429_and_another_key_continues(tmp
         sampler, second = await open_sampler(client), await open_sampler(other)
         backend.gate.clear()
         ids = [await client.submit("asample", sample(sampler, seq)) for seq in range(3)]
-        await asyncio.sleep(0.02)
+        await wait_for_samples(backend, 3)
         assert (await client.post("asample", sample(sampler, 3))).status == 429
         submitted = await other.submit("asample", sample(second, 0))
         backend.gate.set()

@@ -110,7 +110,14 @@ class Samplers:
     def submit(self, sampler: SamplingSession, request_id: str, body_digest: bytes, request: SampleRequest) -> Future:
         """Starts a sampling request. Returns its future."""
         future = self._futures.add(request_id, sampler.owner, "sample", body_digest)
+
+        def end(task: asyncio.Task[None]) -> None:
+            del self._tasks[request_id]
+            if task.cancelled():  # maybe before it began
+                future.fail("the client cancelled this request.", "user")
+
         self._tasks[request_id] = asyncio.create_task(self._run(sampler, future, request))
+        self._tasks[request_id].add_done_callback(end)
         return future
 
     def cancel(self, request_id: str) -> None:
@@ -152,8 +159,6 @@ class Samplers:
         try:
             result = await self.sample(sampler, request)
             future.succeed(encode_sample(result))
-        except asyncio.CancelledError:
-            future.fail("the client cancelled this request.", "user")
         except ModelLost as error:
             sampler.is_open = False  # one of a saved path is opened again
             if sampler.record.snapshot:
@@ -161,8 +166,6 @@ class Samplers:
             future.fail(str(error), "server")
         except Exception as error:
             future.fail(*describe_failure(error, "request"))
-        finally:
-            self._tasks.pop(future.request_id, None)
 
     async def _make_room(self) -> None:
         """Closes the samplers unused for longest, beyond the limits."""
