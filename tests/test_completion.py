@@ -19,6 +19,7 @@ from postlude.cli import main
 from postlude.commands.completion import FILES, SCRIPTS
 from postlude.recipes.config.keys import options_of, stored_schema
 from postlude.recipes.registry import RECIPES
+from tests.conftest import PATIENCE
 from tests.test_start import started
 
 SRC = Path(__file__).parents[1] / "src"
@@ -101,7 +102,7 @@ class Terminal:
     def send(self, keys: str, until: str) -> str:
         """Types keys and returns what is shown, to the end of the first match of a pattern."""
         os.write(self.descriptor, keys.encode())
-        shown, end = "", time.monotonic() + 30
+        shown, end = "", time.monotonic() + PATIENCE
         while not (match := re.search(until, shown)) and time.monotonic() < end:
             if select.select([self.descriptor], [], [], 1.0)[0]:
                 shown += os.read(self.descriptor, 65536).decode(errors="replace")

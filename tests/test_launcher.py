@@ -42,7 +42,10 @@ def misbehave_on_one_rank(fault: str, failing_rank: int, directory: str) -> None
     pid_file = Path(directory, f"pid-{rank}")
     pid_file.write_text(str(os.getpid()))
     dist.barrier()
-    group = dist.new_group(timeout=timedelta(seconds=SHORT)) if fault == "sleep" else None
+    group = None
+    if fault == "sleep":
+        dist.all_reduce(torch.ones(3), group=(group := dist.new_group()))  # its sockets take time
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT), group)
     if rank == failing_rank:
         if fault == "raise":
             raise ValueError("no such column")

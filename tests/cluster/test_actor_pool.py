@@ -17,6 +17,7 @@ from postlude.pool.process_pool import open_pool
 from postlude.pool.worker_pool import CallResult, PoolFactory, WorkerError, WorkerPool
 from postlude.serving.clients.server_weights import WeightsVersion
 from postlude.serving.launch.supervisor import ServerSupervisor, SupervisedClient
+from tests.conftest import PATIENCE
 from tests.rollout import functions
 from tests.rollout.reward_pool import RewardPool
 from tests.serving.test_server_pool import PROMPTS, THREE, check
@@ -42,12 +43,14 @@ def wait_for_running_workers(pool: WorkerPool, count: int) -> list[Any]:
 
 
 def call_results(pool_factory: PoolFactory | None) -> list[CallResult]:
-    calls = [
-        ("", completion, {})
-        for completion in ("good", "raise", "object", "part", "die", "killed", "exit", "hang", "good")
-    ]
-    with closing(open_pool(functions.misbehave, count=2, timeout=TIMEOUT, pool_factory=pool_factory)) as workers:
-        return workers.call_all(calls)
+    results = []
+    for timeout, completions in (
+        (PATIENCE, ("good", "raise", "object", "part", "die", "killed", "exit", "good")),
+        (TIMEOUT, ("hang",)),
+    ):
+        with closing(open_pool(functions.misbehave, count=2, timeout=timeout, pool_factory=pool_factory)) as workers:
+            results += workers.call_all([("", completion, {}) for completion in completions])
+    return results
 
 
 def test_actor_pool_results_equal_process_pool_results(local_ray: None) -> None:

@@ -35,7 +35,7 @@ from postlude.rollout.episode import AssistantTurn, Episode
 from postlude.rollout.model_calls import ModelAccess
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task
-from tests.conftest import Ranks
+from tests.conftest import PATIENCE, Ranks
 from tests.recipes.test_asynchrony import DelayedEngine
 from tests.recipes.test_grpo import config_of
 from tests.recipes.test_rollout_engine import SHORT, TinyVLLM
@@ -64,7 +64,7 @@ class ScriptedEpisodes(Environment):
         with self.changed:
             for index, reward in enumerate(rewards, start=first):
                 name = task, index
-                assert self.changed.wait_for(lambda name=name: name in self.started, 10)  # type: ignore[misc]
+                assert self.changed.wait_for(lambda name=name: name in self.started, PATIENCE)  # type: ignore[misc]
                 self.ended.append((self.started[name], reward))
 
     def release(self, episode: Episode) -> None:
@@ -75,7 +75,7 @@ class ScriptedEpisodes(Environment):
 
     def wait_for_release(self, task: str, index: int) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: (task, index) in self.released, 10)
+            assert self.changed.wait_for(lambda: (task, index) in self.released, PATIENCE)
 
     def trial_call(self, task: Task, turn: AssistantTurn) -> None: ...
 

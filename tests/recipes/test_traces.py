@@ -21,7 +21,7 @@ from postlude.recipes.run.progress import STEP, RunProgress
 from postlude.recipes.run.run_traces import check_traces
 from postlude.recipes.run.schedule import OTHER, StepTimer
 from postlude.trace.spans import Span
-from tests.conftest import Ranks
+from tests.conftest import PATIENCE, Ranks
 from tests.recipes.test_grpo import UNKEPT, config_of
 
 pytest.importorskip("opentelemetry.sdk", reason="the package is missing: pip install opentelemetry-sdk")
@@ -160,7 +160,7 @@ def test_a_collector_that_is_gone_is_one_warning(
                 monitor.recorder.add(Span(0, "request", "request", time.perf_counter(), time.perf_counter()))
             directory.log(step, {"loss": 1.0}, phase="sft")
         assert time.monotonic() - began < 30
-        while not any(record.name == "postlude" for record in caplog.records) and time.monotonic() - began < 60:
+        while not any(record.name == "postlude" for record in caplog.records) and time.monotonic() - began < PATIENCE:
             time.sleep(0.01)
         closed = time.monotonic()
     assert time.monotonic() - closed < 30

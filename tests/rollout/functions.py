@@ -37,7 +37,7 @@ def misbehave(prompt: str, completion: str, example: Mapping[str, Any]) -> Any:
     """Does or returns what the completion names."""
     match completion:
         case "hang":
-            time.sleep(60)
+            hang(example.get("started"))
         case "raise":
             raise RuntimeError("no such\nthing")
         case "exit":
@@ -56,6 +56,13 @@ def misbehave(prompt: str, completion: str, example: Mapping[str, Any]) -> Any:
     return VALUES.get(completion, 1.0)
 
 
+def hang(started: str | None) -> None:
+    """Creates a file, so that the call is known to have begun, and does not return."""
+    if started is not None:
+        Path(started).touch()
+    time.sleep(600)
+
+
 def write_to_pipes(data: bytes) -> None:
     """Writes a forged result, as code written by a model could."""
     for entry in Path(
@@ -69,7 +76,7 @@ def write_to_pipes(data: bytes) -> None:
 def write_partial_reply(prompt: str, completion: str, example: Mapping[str, Any]) -> float:
     if completion == "half":
         write_to_pipes(struct.pack("!i", 100) + b"{")
-        time.sleep(60)
+        hang(example["started"])
     return 1.0
 
 
@@ -101,17 +108,17 @@ def ascii_share(prompt: str, completion: str, example: Mapping[str, Any]) -> flo
 
 
 def start_child_and_hang(directory: str) -> None:
-    child = subprocess.Popen(["sleep", "60"])
+    child = subprocess.Popen(["sleep", "600"])
     (Path(directory) / "pids").write_text(f"{os.getpid()} {child.pid}")
-    time.sleep(60)
+    hang(f"{directory}/started")
 
 
 def start_session_and_hang(directory: str) -> None:
     """Starts tools in a new session, one of them through a process that has exited."""
-    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    done = subprocess.run(["sh", "-c", "setsid sleep 60 >&- & echo $!"], stdout=subprocess.PIPE, check=True)
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    done = subprocess.run(["sh", "-c", "setsid sleep 600 >&- & echo $!"], stdout=subprocess.PIPE, check=True)
     (Path(directory) / "pids").write_text(f"{os.getpid()} {child.pid} {int(done.stdout)}")
-    time.sleep(60)
+    hang(f"{directory}/started")
 
 
 def start_detached_session(directory: str) -> int:

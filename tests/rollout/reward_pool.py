@@ -1,12 +1,16 @@
 """RewardPool: scores completions with a function in worker processes. Tests of pools, failures and scores use it."""
 
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from postlude.pool.process_pool import open_pool
-from postlude.pool.worker_pool import CallResult, PoolFactory
+from postlude.pool.worker_pool import CallResult, PoolFactory, WorkerPool
 from postlude.rollout.rewards import FailureCounter, Score, read_score
+from tests.clock import Clock
+from tests.conftest import PATIENCE
 
 
 class RewardPool(FailureCounter):
@@ -51,3 +55,39 @@ class RewardPool(FailureCounter):
             return read_score(result.value)
         except ValueError as error:
             return self.invalid(error)
+
+
+def score_past_hangs(
+    pool: RewardPool, clock: Clock, directory: Path, calls: Sequence[tuple[str, str, dict[str, str]]]
+) -> list[Score]:
+    """Scores calls on one worker. Whenever one has begun to hang, its time limit passes.
+
+    A call that hangs creates the file example["started"], named for its number.
+    """
+    call_ids = [
+        pool.submit((prompt, completion, {**example, "started": str(directory / str(number))}))
+        for number, (prompt, completion, example) in enumerate(calls)
+    ]
+    scores: dict[int, Score] = {}
+    while len(scores) < len(call_ids):
+        scores |= pool.poll(0.01)
+        started = directory / str(len(scores))  # of the call that runs now, as one worker makes them in order
+        if started.exists():
+            started.unlink()
+            pass_limit(pool.pool, clock)
+    return [scores[call_id] for call_id in call_ids]
+
+
+def wait_for_file(path: Path) -> None:
+    """Waits until a process has created a file."""
+    end = time.monotonic() + PATIENCE
+    while not path.exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def pass_limit(pool: WorkerPool, clock: Clock) -> None:
+    """Lets the time limit of a pool's calls pass."""
+    with pool.changed:
+        clock.passed += 1000
+        pool._wake()

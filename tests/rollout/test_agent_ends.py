@@ -31,6 +31,7 @@ from postlude.rollout.conversations import Conversations, PromptSource, Trajecto
 from postlude.rollout.sandbox import open_sandbox
 from postlude.serving.errors import RequestRefused, ServerError
 from postlude.world.work_directories import PREFIX, WorkDirectories
+from tests.conftest import PATIENCE
 from tests.rollout.agent_runs import (
     BUDGET,
     SAMPLING,
@@ -170,7 +171,7 @@ def test_closing_ends_agents_and_what_they_started(tmp_path: Path, kind: str) ->
     )
     with closing(environment), closing(Conversations(engine, budget=BUDGET, background=True)) as conversations:
         conversations.start(group)
-        until = time.monotonic() + 60
+        until = time.monotonic() + PATIENCE
         while not (tmp_path / "started").exists() or (kind == "waits for the model" and not engine.sampled):
             assert time.monotonic() < until
             time.sleep(0.01)

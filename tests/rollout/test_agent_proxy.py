@@ -23,6 +23,7 @@ from postlude.rollout.agents import AgentEnvironment, AgentOptions
 from postlude.rollout.episode import Episode
 from postlude.rollout.model_calls import ModelAccess, ModelCall
 from postlude.serving.server.served_model import ServedModel
+from tests.conftest import PATIENCE
 from tests.rollout.agent_runs import BUDGET, SAMPLING, RecordingEngine, tasks, tokenizer
 from tests.rollout.model_calls import post
 from tests.rollout.test_agents import USER, asking, counted
@@ -112,13 +113,13 @@ def test_a_server_that_cannot_go_on_ends_the_run(monkeypatch: pytest.MonkeyPatch
                 raise SystemExit
 
         call.deliver(Exits([finished.completion]))
-        thread.join(10)
+        thread.join(PATIENCE)
         with pytest.raises(RuntimeError, match="the server of agents' calls"):
             environment.poll(1.0)
 
 
 def wait_for_calls(environment: AgentEnvironment) -> list[ModelCall]:
-    until = time.monotonic() + 10
+    until = time.monotonic() + PATIENCE
     while not (calls := environment.model_calls()):
         assert time.monotonic() < until
         time.sleep(0.01)

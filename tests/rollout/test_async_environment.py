@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 
+from postlude.rollout import coroutine_pool
 from postlude.rollout.async_environment import AsyncEnvironment, read_turn
 from postlude.rollout.coroutine_pool import CoroutinePool
 from postlude.rollout.environments import TurnResult
@@ -21,16 +22,16 @@ from postlude.rollout.openenv import OpenEnvServer, OpenEnvTasks
 from postlude.rollout.reward import Weighted, WeightedSum
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import Task
-from tests.rollout.episodes import step
-
-LIMIT = 3.0  # seconds; what hangs is given up after so many
+from tests.clock import Clock
+from tests.conftest import PATIENCE
+from tests.rollout.episodes import collect, step
 
 
 class Counting:
     """Counts its messages; "stop" ends it, and some words make it fail."""
 
     closed = 0
-    unblocked = threading.Event()
+    blocks, unblocked = threading.Event(), threading.Event()
 
     def __init__(self, example: Mapping[str, Any], **settings: Any) -> None:
         self.count, self.example = example["start"], example
@@ -53,9 +54,10 @@ class Counting:
             case "exit later":
                 await asyncio.create_task(Counting(self.example).step(AssistantTurn("exit")))
             case "hang":
-                await asyncio.sleep(60)
+                await asyncio.sleep(600)
             case "block":
-                Counting.unblocked.wait(300)  # what an episode should never do
+                Counting.blocks.set()
+                Counting.unblocked.wait(PATIENCE)  # what an episode should never do
             case "nonsense":
                 return [1, 2]
             case "both":
@@ -68,7 +70,14 @@ class Counting:
 
 def counting(**settings: Any) -> AsyncEnvironment:
     tasks = [Task("count", {"start": start}, f"row {start}") for start in range(8)]
-    return AsyncEnvironment(tasks, Counting, name="Counting", **{"max_turns": 3, "timeout": 60.0, **settings})
+    return AsyncEnvironment(tasks, Counting, name="Counting", **{"max_turns": 3, "timeout": PATIENCE, **settings})
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(coroutine_pool, "time", clock)
+    return clock
 
 
 def test_an_episode_keeps_its_state_and_sums_its_rewards() -> None:
@@ -84,7 +93,7 @@ def test_an_episode_keeps_its_state_and_sums_its_rewards() -> None:
     before = Counting.closed
     for episode in episodes:
         environment.release(episode)
-    until = time.monotonic() + 300
+    until = time.monotonic() + PATIENCE
     while Counting.closed < before + 2 and time.monotonic() < until:
         time.sleep(0.01)
     assert Counting.closed == before + 2
@@ -127,16 +136,21 @@ def test_an_episode_has_its_own_reward_and_weighted_rewards_over_its_transcript(
     assert Counting.closed == before + 5, "also the one whose reward was still missing"
 
 
-def test_failed_episode_affects_no_other() -> None:
-    environment = counting(timeout=LIMIT)
+def test_failed_episode_affects_no_other(clock: Clock) -> None:
+    environment = counting()
     kinds = {
         "raise": ("raised", "Counting failed: RuntimeError: no such thing"),
-        "hang": ("timed_out", f"Counting took more than {LIMIT:g} s and was given up."),
+        "hang": ("timed_out", "Counting took more than 300 s and was given up."),
         "nonsense": ("invalid", "Counting returned [1, 2], but a reward is a number or a dict of numbers."),
         "both": ("invalid", "Counting returned (1.0, 'the wrong way round'), but of two things the first is text"),
     }
     episodes = {kind: environment.reset(environment.tasks[0]) for kind in (*kinds, "stop")}
-    turns = dict(zip(episodes, step(environment, list(episodes.values()), list(episodes)), strict=True))
+    for kind, episode in episodes.items():
+        environment.submit(episode, AssistantTurn(kind))
+    results = collect(environment, 4)
+    clock.passed += 1000  # the others have ended
+    results |= collect(environment, 1)
+    turns = {kind: results[id(episode)] for kind, episode in episodes.items()}
     assert turns.pop("stop") == TurnResult(Score(1.0, {"count": 1.0}))
     for kind, turn in turns.items():
         assert turn.score is not None
@@ -149,7 +163,7 @@ def test_failed_episode_affects_no_other() -> None:
 @pytest.mark.parametrize("way", ["exit", "exit later"])
 def test_episode_that_calls_exit_affects_no_other(way: str) -> None:
     """Neither concurrent nor later ones."""
-    environment = counting(timeout=20.0)
+    environment = counting()
     episodes = [environment.reset(task) for task in environment.tasks]
     turns = step(environment, episodes[:4], ["go", way, "go", "go"])
     assert [turn.observation for turn in turns] == ["1", None, "21", "31"]
@@ -161,11 +175,14 @@ def test_episode_that_calls_exit_affects_no_other(way: str) -> None:
 
 
 @pytest.mark.slow
-def test_episode_that_blocks_the_event_loop_is_abandoned() -> None:
-    environment = counting(timeout=LIMIT)
+def test_episode_that_blocks_the_event_loop_is_abandoned(clock: Clock) -> None:
+    environment = counting()
     first, second = (environment.reset(environment.tasks[0]) for _ in range(2))
-    (turn,) = step(environment, [first], ["block"])
-    assert f"took more than {LIMIT:g} s and was given up" in str(turn.score and turn.score.error)
+    environment.submit(first, AssistantTurn("block"))
+    assert Counting.blocks.wait(PATIENCE)
+    clock.passed += 1000
+    (turn,) = collect(environment, 1).values()
+    assert "took more than 300 s and was given up" in str(turn.score and turn.score.error)
     assert step(environment, [second], ["stop"])[0].score == Score(1.0, {"count": 1.0}), "nobody waits for it"
     Counting.unblocked.set()
     environment.close()
@@ -262,7 +279,7 @@ def server() -> Iterator[str]:
     serving = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))
     thread = threading.Thread(target=serving.run, daemon=True)
     thread.start()
-    until = time.monotonic() + 300
+    until = time.monotonic() + PATIENCE
     while not serving.started and time.monotonic() < until:
         time.sleep(0.05)
     yield f"http://127.0.0.1:{port}"

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -12,6 +11,8 @@ import numpy as np
 import pytest
 
 from postlude.data.datasets import read_rows
+from postlude.pool import process_pool
+from postlude.rollout import coroutine_pool
 from postlude.rollout.environments import SingleTurn
 from postlude.rollout.episode import AssistantTurn, Episode
 from postlude.rollout.function_reward import FunctionReward
@@ -19,8 +20,11 @@ from postlude.rollout.reward import Reward, Weighted, WeightedSum
 from postlude.rollout.reward_call import TrainerState
 from postlude.rollout.rewards import Score
 from postlude.rollout.tasks import DatasetTasks, Task
+from tests.clock import Clock
+from tests.conftest import PATIENCE
 from tests.rollout.episodes import collect, step
 from tests.rollout.functions import at_step
+from tests.rollout.reward_pool import pass_limit, wait_for_file
 
 ROWS = [Task(f"question {number}", {"answer": number, "level": "easy"}, f"line {number + 1}") for number in range(4)]
 
@@ -135,7 +139,11 @@ def few(completions): return [1.0]
 def number(completions): return 1.0
 def nan(completions): return [1.0, float("nan"), 1.0, "good"]
 def hangs(completion):
-    import time; time.sleep(60 if completion == "hang" else 0); return 1.0
+    import pathlib, time
+    if completion == "hang":
+        pathlib.Path(__file__).with_name("started").touch()
+        time.sleep(600)
+    return 1.0
 """
 
 
@@ -189,10 +197,20 @@ def test_a_failure_names_function_row_and_value(file: Path, name: str, sentences
         FunctionReward(f"{file}:{name}", workers=0).trial_call(ROWS[0], AssistantTurn("x"))
 
 
-def test_a_call_that_hangs_names_its_row(file: Path) -> None:
-    scores = score(FunctionReward(f"{file}:hangs", workers=1, timeout=3.0), ["x", "hang", "x"])
+def test_a_call_that_hangs_names_its_row(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_pool, "time", clock := Clock())
+    reward = FunctionReward(f"{file}:hangs", workers=1, timeout=PATIENCE)
+    with closing(SingleTurn(ROWS, reward)) as environment:
+        episodes = [environment.reset(task) for task in ROWS[:3]]
+        for episode, text in zip(episodes, ["x", "hang", "x"], strict=True):
+            environment.submit(episode, AssistantTurn(text))
+        results = collect(environment, 1)
+        wait_for_file(file.with_name("started"))
+        pass_limit(reward._pool, clock)
+        results |= collect(environment, 2)
+    scores = [results[id(episode)].score or Score(math.nan) for episode in episodes]
     assert [score.excluded for score in scores] == [False, True, False]
-    assert scores[1].error == f"{file}:hangs took more than 3 s and was ended on line 2."
+    assert scores[1].error == f"{file}:hangs took more than 300 s and was ended on line 2."
 
 
 def test_group_reward_is_called_once_with_all_completions() -> None:
@@ -224,26 +242,36 @@ def test_group_reward_requires_a_batched_function() -> None:
         FunctionReward(score_one, workers=0, group=True)
 
 
-def test_coroutines_run_concurrently_up_to_the_limit_and_timeout() -> None:
-    running, most = 0, 0
+def test_coroutines_run_concurrently_up_to_the_limit_and_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coroutine_pool, "time", clock := Clock())
+    running, most, full = 0, 0, asyncio.Event()
 
     async def slow(completion: str) -> float:
         nonlocal running, most
         running += 1
         most = max(most, running)
+        if running == 5:
+            full.set()
         try:
-            await asyncio.sleep(60 if completion == "hang" else 0.05)
+            await full.wait()
+            await asyncio.sleep(600 if completion == "hang" else 0)
         finally:
             running -= 1
         return float(len(completion))
 
-    begin = time.monotonic()
     texts = ["hang" if place == 4 else "x" * place for place in range(20)]
-    scores = score(FunctionReward(slow, workers=0, concurrency=5, timeout=3.0), texts)
+    reward = FunctionReward(slow, workers=0, concurrency=5, timeout=PATIENCE)
+    with closing(SingleTurn(ROWS, reward)) as environment:
+        episodes = [environment.reset(ROWS[place % len(ROWS)]) for place in range(20)]
+        for episode, text in zip(episodes, texts, strict=True):
+            environment.submit(episode, AssistantTurn(text))
+        results = collect(environment, 19)
+        clock.passed += 1000  # the others have ended
+        results |= collect(environment, 1)
+    scores = [results[id(episode)].score or Score(math.nan) for episode in episodes]
     assert most == 5
-    assert time.monotonic() - begin < 20
     assert [place for place, score in enumerate(scores) if score.error] == [4]
-    assert "took more than 3 s and was given up on line 1." in str(scores[4].error)
+    assert "took more than 300 s and was given up on line 1." in str(scores[4].error)
     assert [score.reward for score in scores[5:]] == [float(place) for place in range(5, 20)]
 
 

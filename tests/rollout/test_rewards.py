@@ -20,11 +20,14 @@ import numpy as np
 import pytest
 import torch
 
+from postlude.pool import process_pool
 from postlude.pool.process_pool import _WorkerProcess, open_pool
 from postlude.pool.worker_pool import CallResult, WorkerError
 from postlude.rollout.rewards import Score
 from postlude.rollout.verifiers import ExactReward, MathReward, extract
 from postlude.user_code import UserCodeError
+from tests.clock import Clock
+from tests.conftest import PATIENCE
 from tests.rollout.functions import (
     forking,
     length,
@@ -34,13 +37,9 @@ from tests.rollout.functions import (
     start_session_and_hang,
     write_partial_reply,
 )
-from tests.rollout.reward_pool import RewardPool
-
-LIMIT = 3.0  # seconds; what hangs is ended after so many
-
+from tests.rollout.reward_pool import RewardPool, pass_limit, score_past_hangs, wait_for_file
 
 FAULTS = {
-    "hang": ("timed_out", f"misbehave took more than {LIMIT:g} s and was ended."),
     "raise": ("raised", "misbehave failed: RuntimeError: no such thing (functions.py, line "),
     "exit": ("raised", "misbehave failed: SystemExit: 3"),
     "die": ("died", "misbehave ended its process with exit code 7."),
@@ -63,7 +62,7 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def misbehaving() -> Iterator[RewardPool]:
-    with closing(RewardPool(misbehave, workers=2, timeout=LIMIT, failed_reward=-1.0)) as pool:
+    with closing(RewardPool(misbehave, workers=2, timeout=PATIENCE, failed_reward=-1.0)) as pool:
         yield pool
 
 
@@ -119,10 +118,26 @@ def test_fault_affects_only_its_own_sample(misbehaving: RewardPool, fault: str) 
     assert misbehaving.failures - before == {kind: 1}
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(process_pool, "time", clock)
+    return clock
+
+
+def test_a_call_that_hangs_is_ended_and_costs_only_its_own_sample(clock: Clock, tmp_path: Path) -> None:
+    with closing(RewardPool(misbehave, workers=1, timeout=PATIENCE, failed_reward=-1.0)) as pool:
+        scores = score_past_hangs(pool, clock, tmp_path, calls(*["fine"] * 5, "hang", *["fine"] * 6))
+        assert [score.reward for score in scores] == [1.0] * 5 + [-1.0] + [1.0] * 6
+        assert scores[5].error == "misbehave took more than 300 s and was ended."
+        assert pool.failures == {"timed_out": 1}
+
+
 @pytest.mark.slow
-def test_all_samples_may_fail() -> None:
-    with closing(RewardPool(misbehave, workers=2, timeout=LIMIT)) as pool:
-        scores = score_all(pool, calls("die", "hang", "nan", "killed", "raise", "hang", "die"))
+def test_all_samples_may_fail(clock: Clock, tmp_path: Path) -> None:
+    with closing(RewardPool(misbehave, workers=1, timeout=PATIENCE)) as pool:
+        wrong = calls("die", "hang", "nan", "killed", "raise", "hang", "die")
+        scores = score_past_hangs(pool, clock, tmp_path, wrong)
         assert all(score.excluded for score in scores)
         assert pool.failures == {"died": 3, "timed_out": 2, "invalid": 1, "raised": 1}
         assert score_all(pool, calls("fine", "fine")) == [Score(1.0)] * 2
@@ -146,26 +161,32 @@ def test_the_first_failure_of_a_kind_is_logged(caplog: pytest.LogCaptureFixture)
 def test_forked_child_does_not_reply_for_its_parent(workers: int) -> None:
     """Whether it calls sys.exit, raises or returns; its parent, which waits for it, gets its exit status."""
     completions = ["exit", "raise", "return"] * 3
-    with closing(RewardPool(forking, workers=workers, timeout=20.0)) as pool:
+    with closing(RewardPool(forking, workers=workers, timeout=PATIENCE)) as pool:
         assert [score.reward for score in score_all(pool, calls(*completions))] == [3.0, 1.0, 0.0] * 3
 
 
-def test_a_partial_reply_delays_no_other_call() -> None:
+def test_a_partial_reply_delays_no_other_call(clock: Clock, tmp_path: Path) -> None:
     """A reply that never completes costs its call the timeout, and delays no other."""
-    with closing(RewardPool(write_partial_reply, workers=2, timeout=LIMIT)) as pool:
-        scores = score_all(pool, calls("fine", "half", "fine", "fine"))
-        assert [score.reward for score in scores] == [1.0, 0.0, 1.0, 1.0]
-        assert scores[1].error == f"write_partial_reply took more than {LIMIT:g} s and was ended."
+    with closing(RewardPool(write_partial_reply, workers=2, timeout=PATIENCE)) as pool:
+        half = pool.submit(("p", "half", {"started": str(tmp_path / "started")}))
+        assert [score.reward for score in score_all(pool, calls("fine", "fine", "fine"))] == [1.0] * 3
+        wait_for_file(tmp_path / "started")
+        pass_limit(pool.pool, clock)
+        assert pool.poll(None)[half].error == "write_partial_reply took more than 300 s and was ended."
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("function", [start_child_and_hang, start_session_and_hang])
-def test_a_hung_worker_is_killed_with_its_child_processes(tmp_path: Path, function: Callable[[str], None]) -> None:
+def test_a_hung_worker_is_killed_with_its_child_processes(
+    clock: Clock, tmp_path: Path, function: Callable[[str], None]
+) -> None:
     if function is start_session_and_hang and sys.platform != "linux":
         pytest.skip("processes of other sessions are adopted on Linux alone")
-    workers = open_pool(function, count=1, timeout=LIMIT)
-    (outcome,) = workers.call_all([(str(tmp_path),)])
-    assert outcome.failure == "timed_out"
+    workers = open_pool(function, count=1, timeout=PATIENCE)
+    call_id = workers.submit((str(tmp_path),))
+    wait_for_file(tmp_path / "started")
+    pass_limit(workers, clock)
+    assert workers.poll(None)[call_id].failure == "timed_out"
     assert all(has_exited(int(pid)) for pid in (tmp_path / "pids").read_text().split())
     workers.close()
 
@@ -373,7 +394,7 @@ MATH = [
 @pytest.mark.slow
 def test_mathematical_answers_are_compared_as_mathematics() -> None:
     pytest.importorskip("math_verify")
-    with closing(RewardPool(MathReward(), workers=1, timeout=20.0)) as pool:
+    with closing(RewardPool(MathReward(), workers=1, timeout=PATIENCE)) as pool:
         scores = score_all(pool, [("p", completion, {"answer": answer}) for completion, answer, _, _ in MATH])
         assert [(score.reward, score.components["parsed"], score.error) for score in scores] == [
             (reward, parsed, None) for _, _, reward, parsed in MATH

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from postlude.serving.vllm.shared_buffers import open_buffer
-from tests.conftest import SERVER
+from tests.conftest import PATIENCE, SERVER
 from tests.serving.fake_vllm import AnswerFunction, FakeVLLM, Refusal, deterministic_completion
 
 Spoil = Callable[["Receiver", str, int], None]
@@ -151,7 +151,7 @@ class RemoteReceiver:
         self.process = SERVER.Process(target=_run, args=(child_pipe, self.options), daemon=True)
         self.process.start()
         child_pipe.close()
-        assert parent_pipe.poll(30)
+        assert parent_pipe.poll(PATIENCE)
         self.url: str = parent_pipe.recv()
         return self
 

@@ -50,7 +50,7 @@ class FakeVLLM:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-            timeout = 10
+            timeout = 300
             wbufsize = 1 << 16  # an answer goes out in one piece
 
             def setup(self) -> None:

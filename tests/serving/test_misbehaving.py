@@ -23,6 +23,7 @@ from postlude.serving.clients.client import GenerationClient
 from postlude.serving.clients.remote_server import RemoteServer
 from postlude.serving.clients.server_pool import ServerPool
 from postlude.serving.errors import ServerError
+from tests.conftest import PATIENCE
 from tests.serving.fake_vllm import FakeVLLM, deterministic_completion
 
 VOCABULARY = 251  # what `deterministic_completion` draws from
@@ -195,7 +196,7 @@ def check_all_completions(engine: GenerationClient) -> list[Completion | Excepti
     request_ids = [engine.submit(request) for request in REQUESTS]
     results: dict[int, Completion | Exception] = {}
     while len(results) < len(request_ids):
-        for done in engine.poll(30.0):
+        for done in engine.poll(PATIENCE):
             assert done.request_id not in results
             outcome = done.completion or done.error
             assert outcome is not None
@@ -208,8 +209,8 @@ def check_all_completions(engine: GenerationClient) -> list[Completion | Excepti
 
 
 def connect(stack: ExitStack, *servers: FakeVLLM, slow: bool = False, **settings: Any) -> GenerationClient:
-    usual = {"backoff": 0.01, "retries": 2, "concurrency": 4, "outage_timeout": 30.0, "vocab_size": VOCABULARY}
-    limit = {"timeout": 2.0 if slow else 30.0}
+    usual = {"backoff": 0.01, "retries": 2, "concurrency": 4, "outage_timeout": PATIENCE, "vocab_size": VOCABULARY}
+    limit = {"timeout": 2.0 if slow else PATIENCE}
     return stack.enter_context(
         closing(GenerationClient([server.url for server in servers], **usual | limit | settings))
     )
@@ -240,7 +241,7 @@ def test_the_only_server_is_retried_until_its_completion_is_valid(fault: str) ->
 def test_only_server_that_always_fails_is_named_with_its_reason(fault: str) -> None:
     with ExitStack() as stack:
         bad = stack.enter_context(closing(Misbehaving((FAULTS | SLOW)[fault])))
-        engine = connect(stack, bad, outage_timeout=0.2, timeout=0.3 if fault in SLOW else 30.0)
+        engine = connect(stack, bad, outage_timeout=0.2, timeout=0.3 if fault in SLOW else PATIENCE)
         for outcome in check_all_completions(engine):
             assert isinstance(outcome, ServerError)
             assert bad.url in str(outcome)
@@ -284,7 +285,7 @@ def test_an_outage_is_waited_for_and_logged_once(caplog) -> None:
     with ExitStack() as stack, caplog.at_level(logging.WARNING, "postlude"):
         with pytest.raises(ServerError, match="the only server does not reply any more"):
             connect(stack, server, outage_timeout=0.0).generate([[1]], SamplingParams(max_new_tokens=3))
-        engine = connect(stack, server, outage_timeout=60.0)
+        engine = connect(stack, server, outage_timeout=PATIENCE)
         caplog.clear()
         meet = engine.pool.servers[0].connect
 
@@ -297,10 +298,10 @@ def test_an_outage_is_waited_for_and_logged_once(caplog) -> None:
         while len(attempts) < 8:  # of which 3 are allowed in a row
             time.sleep(0.01)
         with closing(FakeVLLM(port=port)):
-            (done,) = engine.poll(30.0)
+            (done,) = engine.poll(PATIENCE)
             logged = caplog.text  # before the server is gone once more
     assert (done.request_id, done.error) == (request_id, None)
-    assert logged.count("Waiting for one of them, up to 60 s more (rollout.outage_timeout)") == 1
+    assert logged.count("Waiting for one of them, up to 300 s more (rollout.outage_timeout)") == 1
     assert logged.count("It is unavailable now") == 1
 
 

@@ -28,6 +28,7 @@ from postlude.serving.http.replies import write_json
 from postlude.serving.server.chat_calls import CompletionBackend
 from postlude.serving.server.model_routes import ModelRoutes
 from postlude.serving.server.served_model import ClientTurns, ServedModel
+from tests.conftest import PATIENCE
 from tests.generate.test_session import sharp
 from tests.rollout.episodes import step
 from tests.serving.test_generation_server import open_request, request_json, serving, until
@@ -671,7 +672,7 @@ def test_clients_that_wait_take_turns() -> None:
         await asyncio.sleep(0)
         tasks[1].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.wait_for(enter(turns, "c"), 1)
+        await asyncio.wait_for(enter(turns, "c"), PATIENCE)
 
     asyncio.run(run())
     assert "".join(order) == "ababac"

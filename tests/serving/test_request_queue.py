@@ -6,6 +6,7 @@ import asyncio
 
 from postlude.serving.clients.remote_server import RemoteServer
 from postlude.serving.clients.request_queue import RequestQueue
+from tests.conftest import PATIENCE
 
 
 def remote_servers(count: int) -> list[RemoteServer]:
@@ -42,5 +43,5 @@ async def test_a_request_that_is_cancelled_after_it_got_a_server_gives_its_place
     server.load.outstanding -= 1
     queue.dispatch()  # the first gets the server
     first.cancel()  # before it can use it
-    assert await asyncio.wait_for(second, 5) is server
+    assert await asyncio.wait_for(second, PATIENCE) is server
     assert (first.cancelled(), server.load.outstanding) == (True, 1)
