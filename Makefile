@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help install-locked lock release-check demo demo-async docs test test-all run-tests test-fast test-gpu test-serving test-peers test-tinker test-kernels lint format clean
+.PHONY: help install-locked lock release-check demo demo-async docs test test-all run-tests test-fast test-races test-gpu test-serving test-peers test-tinker test-kernels lint format clean
 
 help:
 	@echo "make demo       train a small policy on rewards and write its report"
@@ -13,6 +13,7 @@ help:
 	@echo "make test       everything CI runs: lint, types and tests"
 	@echo "make test-all   the same in more layouts"
 	@echo "make test-fast  the tests that matter while editing"
+	@echo "make test-races the tests of threads, tasks and processes with random delays; SEED chooses them"
 	@echo "make test-gpu   the tests that need a CUDA device"
 	@echo "make test-serving  the tests against a real vLLM on the CPU, in a separate environment"
 	@echo "make test-peers    the tests against Megatron-Core, verl, SkyRL, NeMo RL and TRL on the CPU, in a separate environment"
@@ -104,6 +105,11 @@ run-tests: $(READY)
 
 test-fast: $(READY)
 	$(PYTEST) -m "$(HERE) and not slow and not thorough" -x -q
+
+# The tests mostly wait, so there are more workers than elsewhere.
+test-races: $(READY)
+	$(PYTEST) -n 4 -p tests.delays --delays $(SEED) -m "$(HERE) and not thorough" \
+		tests/cluster tests/recipes tests/rollout tests/serving tests/tinker tests/test_*.py
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu

@@ -142,20 +142,19 @@ def terminal(request: pytest.FixtureRequest, directory: Path) -> Iterator[Termin
 
 @pytest.mark.slow  # starts shells, and each Tab a command
 def test_tab_completes_in_an_interactive_shell(terminal: Terminal) -> None:
-    cases = {
-        "postlude compl\t": "postlude completion",
-        "postlude grpo dem\t--dry\t": "postlude grpo demo --dry-run",
-        "postlude grpo --asyn\tmax_s\t2": "postlude grpo --asynchrony.max_staleness 2",
-        "postlude grpo --optimizer.schedule.shape=li\t": "postlude grpo --optimizer.schedule.shape=linear",
-        "postlude sft my\t": r"postlude sft my\ run.yaml",
-        "postlude sft --data.path=my\t": r"postlude sft --data.path=my\ run.yaml",
+    cases = {  # what is typed before each Tab, what the Tab adds, and what is typed then
+        ("postlude compl", "etion"): "postlude completion",
+        ("postlude grpo dem", "o ", "--dry", "-run"): "postlude grpo demo --dry-run",
+        ("postlude grpo --asyn", "chrony.", "max_s", "taleness ", "2"): "postlude grpo --asynchrony.max_staleness 2",
+        ("postlude grpo --optimizer.schedule.shape=li", "near"): "postlude grpo --optimizer.schedule.shape=linear",
+        ("postlude sft my", r"\ run.yaml"): r"postlude sft my\ run.yaml",
+        ("postlude sft --data.path=my", r"\ run.yaml"): r"postlude sft --data.path=my\ run.yaml",
     }
-    for keys, line in cases.items():
-        typed = keys.split("\t")
-        for part in typed[:-1]:  # a Tab is handled before more is typed
-            terminal.send(f"{part}\t", re.escape(part[:1]))
-            time.sleep(1.0)
-        os.write(terminal.descriptor, typed[-1].encode())
+    for (*parts,), line in cases.items():
+        last = parts.pop() if len(parts) % 2 else ""
+        for part, added in zip(parts[::2], parts[1::2], strict=True):  # a Tab is handled before more is typed
+            terminal.send(f"{part}\t", f"{re.escape(part[-1])}[^ -~]*{re.escape(added)}")
+        os.write(terminal.descriptor, last.encode())
         shown = terminal.send("\x01echo '<\x05>'\n", r"\n<.*>\r\n")
         assert re.sub(r" >$", ">", shown.strip().splitlines()[-1]) == f"<{line}>"
 
