@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -82,11 +83,18 @@ def _repeat_lost_interrupts() -> Iterator[None]:
     """Repeats a Ctrl-C that Python prints and ignores because it came while an object was destroyed."""
     before = sys.unraisablehook
 
+    def repeat(returning: threading.Event) -> None:
+        returning.wait()
+        time.sleep(0.01)  # until the object is destroyed
+        _thread.interrupt_main()
+
     def hook(unraised: sys.UnraisableHookArgs) -> None:
-        if isinstance(unraised.exc_value, KeyboardInterrupt):
-            threading.Timer(0.01, _thread.interrupt_main).start()  # after the object is destroyed
-        else:
+        if not isinstance(unraised.exc_value, KeyboardInterrupt):
             before(unraised)
+            return
+        returning = threading.Event()
+        threading.Thread(target=repeat, args=(returning,), daemon=True).start()
+        returning.set()  # in this function an interrupt would be lost again
 
     sys.unraisablehook = hook
     try:
