@@ -270,13 +270,11 @@ class GRPOTrainer(Trainer):
         `dynamic_sampling` times and while the epochs have prompts. Episodes carried over from earlier steps join once
         they are done, beside the step's prompts.
         """
-        config = self.config
-        trained: list[Trajectory] = []
-        sampled: list[Trajectory] = []
+        trained, sampled = list[Trajectory](), list[Trajectory]()
         wanted = self.prompts_of_step(self.step)
-        for _ in range(1 + config.dynamic_sampling):
+        for _ in range(1 + self.config.dynamic_sampling):
             missing = wanted - len({trajectory.group for trajectory in trained})
-            if config.epochs is not None:  # replacements take prompts of the epochs too
+            if self.config.epochs is not None:  # replacements take prompts of the epochs too
                 missing = min(missing, self.step_sizes.total - self.prompts_taken)
             if not missing:
                 break

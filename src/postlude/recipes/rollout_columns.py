@@ -99,8 +99,8 @@ def to_minibatches(trajectories: Sequence[Trajectory], rewards: Sequence[float],
         rows = [row for row, group in enumerate(groups) if group_indices[group] % config.minibatches == number]
         if rows:
             minibatch_columns = {name: [values[row] for row in rows] for name, values in columns.items()}
-            tokens = [transcripts[row].tokens for row in rows]
-            minibatches.append(Batch(tokens, minibatch_columns, temperature=config.sampling.temperature))
+            sequences = [transcripts[row].tokens for row in rows]
+            minibatches.append(Batch(sequences, minibatch_columns, temperature=config.sampling.temperature))
     return minibatches
 
 

@@ -30,9 +30,8 @@ class TrajectorySelection:
 
     def reward(self, trajectory: Trajectory) -> float:
         """Returns the reward of a trajectory without the penalty of one that is too long."""
-        config = self.config
-        fraction = overlong_fraction(trajectory, config.sampling.max_new_tokens, config.overlong_buffer)
-        return trajectory.reward - config.overlong_penalty * fraction
+        fraction = overlong_fraction(trajectory, self.config.sampling.max_new_tokens, self.config.overlong_buffer)
+        return trajectory.reward - self.config.overlong_penalty * fraction
 
     def rewards_before(self, trajectories: Sequence[Trajectory]) -> dict[int, list[float]]:
         """Returns by group the rewards of the trajectories that an earlier step trained on."""
