@@ -238,6 +238,8 @@ def test_without_the_key_only_health_replies() -> None:
         ({"Content-Type": "text/plain"}, 415, "Content-Type is 'text/plain'; send application/json."),
         ({"Content-Type": "application/json; charset=utf-8"}, 200, ""),
         ({"Content-Type": ""}, 415, "send application/json"),
+        ({"Content-Encoding": "gzip"}, 415, "Content-Encoding is 'gzip'; send identity."),
+        ({"Content-Encoding": "identity"}, 200, ""),
         ({"Host": "page.example"}, 403, "Host is 'page.example', but without a key"),
         ({"Host": "localhost.page.example"}, 403, "Connect to localhost, 127.0.0.1 or an address"),
         ({"Host": "[::1"}, 403, "POSTLUDE_API_KEY"),

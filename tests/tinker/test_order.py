@@ -324,6 +324,8 @@ async def test_zstd_compressed_request_is_read(tmp_path: Path) -> None:
         assert output.metrics["loss:sum"] == 7.0
         wrong = await client.post("forward_backward", b"plain", content_type=kind, content_encoding="zstd")
         assert wrong.status == 400
+        other = await client.post("forward_backward", b"plain", content_type=kind, content_encoding="gzip")
+        assert (other.status, "send identity or zstd" in other.json["error"]) == (415, True)
 
 
 async def test_requests_after_missing_seq_id_time_out_and_model_continues(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from postlude.serving.http.access import Keys
 from postlude.serving.http.errors import HTTPError
 from postlude.serving.http.metrics import METRICS, metrics_reply
 from postlude.serving.http.replies import JSONReply, ReplyFormat
+from postlude.serving.http.requests import IDENTITY, BodyTooLarge, content_coding, read_body
 from postlude.serving.http.requests import JSON as JSON_TYPE
-from postlude.serving.http.requests import BodyTooLarge, read_body
 from postlude.serving.request_body import parse
 from postlude.tinker import bodies, wire
 from postlude.tinker.futures import JSON, Future, digest
@@ -36,7 +36,7 @@ from postlude.tinker.training import OperationRole
 
 LOG = logging.getLogger("postlude")
 API = "/api/v1"
-PROTOBUF = "application/x-protobuf"
+PROTOBUF, ZSTD = "application/x-protobuf", "zstd"
 HEALTH = f"{API}/healthz"  # needs no key
 URL_SECONDS = 3600  # how long a link to a file works
 HEAD_BYTES = 1024  # of a request that is too large, to find out which one it is
@@ -165,21 +165,19 @@ class TinkerApp:
         kind = request.headers.get("content-type", "").partition(";")[0]
         limit = limits.body_bytes if kind == PROTOBUF else min(limits.json_bytes, limits.body_bytes)
         try:
-            body = await read_body(request, limit, limits.body_seconds, (JSON_TYPE, PROTOBUF), HEAD_BYTES)
+            types, codings = (JSON_TYPE, PROTOBUF), (IDENTITY, ZSTD)
+            body = await read_body(request, limit, limits.body_seconds, types, HEAD_BYTES, codings)
         except BodyTooLarge as error:
             await self._refuse_large(request, error.head)
             raise
-        encoding = request.headers.get("content-encoding", "identity").lower()
-        if encoding == "zstd":
-            try:
-                return wire.decompress(body, limit)
-            except HTTPError as error:
-                if error.status == 413:
-                    await self._refuse_large(request, wire.decompress_head(body, HEAD_BYTES))
-                raise
-        if encoding != "identity":
-            raise HTTPError(415, f"Content-Encoding is {encoding[:40]!r}; send it plain or as zstd.")
-        return body
+        if content_coding(request) != ZSTD:
+            return body
+        try:
+            return wire.decompress(body, limit)
+        except HTTPError as error:
+            if error.status == 413:
+                await self._refuse_large(request, wire.decompress_head(body, HEAD_BYTES))
+            raise
 
     async def _refuse_large(self, request: Request, head: bytes) -> None:
         """Lets a pass that is too large also fail in its turn, since later requests of its model wait for it."""

@@ -13,6 +13,7 @@ from postlude.serving.http.errors import HTTPError
 
 Result = TypeVar("Result")
 JSON, BYTES = "application/json", "application/octet-stream"
+IDENTITY = "identity"
 DISCARDED_BYTES, DISCARD_SECONDS = 1 << 24, 1.0  # of a body that is refused, which the client may still be sending
 
 
@@ -25,16 +26,21 @@ class BodyTooLarge(HTTPError):
 
 
 async def read_body(
-    request: Request, limit: int, seconds: float, types: Sequence[str] = (JSON,), head_bytes: int = 0
+    request: Request,
+    limit: int,
+    seconds: float,
+    types: Sequence[str] = (JSON,),
+    head_bytes: int = 0,
+    codings: Sequence[str] = (IDENTITY,),
 ) -> bytes:
-    """Returns the body of a request. `seconds` is how long it may take to arrive.
+    """Returns the body of a request as it was sent. `seconds` is how long it may take to arrive.
 
     A body that says to be too large is refused after its first `head_bytes`.
     """
     length = request.headers.get("content-length", "0")
     declared, body = int(length) if length.isdecimal() else 0, bytearray()
     if declared:
-        _check_type(request, types)
+        _check_headers(request, types, codings)
     chunks = request.stream()
     if declared > limit and not head_bytes:
         await _discard(chunks, declared)
@@ -51,7 +57,7 @@ async def read_body(
     except TimeoutError:
         raise HTTPError(408, f"the request's body did not come within {seconds:g} s.") from None
     if body:
-        _check_type(request, types)
+        _check_headers(request, types, codings)
     return bytes(body)
 
 
@@ -68,10 +74,17 @@ async def _discard(chunks: AsyncIterator[bytes], declared: int) -> None:
                     return
 
 
-def _check_type(request: Request, types: Sequence[str]) -> None:
+def _check_headers(request: Request, types: Sequence[str], codings: Sequence[str]) -> None:
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() not in types:
         raise HTTPError(415, f"the request's Content-Type is {kind[:60]!r}; send {' or '.join(types)}.")
+    if (coding := content_coding(request)) not in codings:
+        raise HTTPError(415, f"the request's Content-Encoding is {coding[:60]!r}; send {' or '.join(codings)}.")
+
+
+def content_coding(request: Request) -> str:
+    """Returns how the body of a request is compressed, "identity" if it is not."""
+    return request.headers.get("content-encoding", IDENTITY).strip().lower()
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
