@@ -18,7 +18,9 @@ from postlude.data.datasets import RowOrder
 from postlude.generate.protocol import Completion, VersionSpan
 from postlude.hf.load import byte_tokenizer
 from postlude.recipes.config.environments import AgentSettings
-from postlude.recipes.config.load import ConfigError
+from postlude.recipes.config.load import ConfigError, load
+from postlude.recipes.config.policy_configs import GRPOConfig
+from postlude.recipes.config.recipe_configs import DistillConfig, EvalConfig
 from postlude.recipes.config.settings import SamplingSettings
 from postlude.recipes.report.metrics import REWARD
 from postlude.recipes.rollouts.prompts import PromptEncoding
@@ -310,6 +312,21 @@ def test_a_share_that_needs_every_episode_is_refused(tmp_path: Path) -> None:
     for share, samples in ((0.9, 8), (0.5, 2)):
         with pytest.raises(ConfigError, match=f"needed_share={share} of samples_per_prompt={samples}. Lower"):
             read(share, samples)
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        (EvalConfig, "environment"),
+        (EvalConfig, "sets.a.environment"),
+        (GRPOConfig, "evaluation.sets.a.environment"),
+        (DistillConfig, "teacher=a --data.environment"),
+    ],
+)
+def test_stragglers_are_refused_where_every_episode_is_waited_for(config: type, key: str) -> None:
+    agent = {"kind": "agent", "path": "t.jsonl", "url": "http://a/", "stragglers": "drop", "needed_share": 0.5}
+    with pytest.raises(ConfigError, match="stragglers is drop, but only steps of grpo and ppo go on without"):
+        load(config, None, f"--{key}={json.dumps(agent, separators=(',', ':'))}".split())
 
 
 def test_a_share_is_rounded_up_exactly() -> None:

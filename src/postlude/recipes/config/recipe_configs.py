@@ -39,6 +39,7 @@ from postlude.recipes.config.settings import (
     check_length,
     check_pass_at_k,
     check_sampling,
+    check_waits,
     fit_schedule,
 )
 from postlude.rollout.tasks import SplitBy
@@ -236,6 +237,7 @@ class DistillConfig(SupervisedConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if isinstance(self.data, OnPolicyData):
+            check_waits(self.data.environment)
             check_sampling(self.data.sampling, self.budget, self.data.rollout)
         return self
 
@@ -270,6 +272,7 @@ class EvalConfig(RunConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        check_waits(self.environment)
         check_sampling(self.sampling, self.budget, self.rollout)
         check_pass_at_k(self.samples_per_prompt, self.sampling.temperature, "sampling.temperature")
         if self.rollout.share_gpu:

@@ -16,7 +16,7 @@ from postlude.lora import LoRA
 from postlude.objectives import Objective, load_objective
 from postlude.optimizer import SGD, AdamW
 from postlude.options import Common, Draft
-from postlude.recipes.config.environments import EnvironmentSettings
+from postlude.recipes.config.environments import EnvironmentSettings, EpisodeRunSettings
 from postlude.recipes.config.rewards import Code
 from postlude.recipes.config.rollout import LaunchedVLLM, NativeRollout, Rollout, SyncSettings
 from postlude.recipes.config.schema import InputPath, Settings, TaggedUnion
@@ -162,6 +162,15 @@ def check_pass_at_k(samples_per_prompt: int, temperature: float, key: str = "tem
         )
 
 
+def check_waits(settings: EnvironmentSettings) -> None:
+    """Refuses stragglers where all episodes are waited for."""
+    if isinstance(settings, EpisodeRunSettings) and settings.stragglers != "wait":
+        raise ValueError(
+            f"environment.stragglers is {settings.stragglers}, but only steps of grpo and ppo go on without an "
+            "episode; here all are waited for. Leave stragglers and needed_share out."
+        )
+
+
 class EvaluationSetSettings(PassSettings):
     """A set of tasks beside the held-out ones, with its own reward."""
 
@@ -169,6 +178,11 @@ class EvaluationSetSettings(PassSettings):
     """Source of its tasks and rewards."""
     tasks: PositiveInt = 256
     """Maximum number of tasks: the last ones with different prompts."""
+
+    @model_validator(mode="after")
+    def _check_waits(self) -> Self:
+        check_waits(self.environment)
+        return self
 
 
 def _check_sets(sets: dict[str, EvaluationSetSettings]) -> dict[str, EvaluationSetSettings]:
