@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import urllib.request
 from collections import deque
@@ -325,7 +326,7 @@ class Scripted(CompletionBackend):
         self.tokens = [*text.encode(), 257]
 
     def adapter_of(self, name: str | None) -> str | None:
-        return None
+        return "adapter" if name == "adapter" else None
 
     def completion(self) -> Completion:
         text = bytes(self.tokens[:-1]).decode()
@@ -382,6 +383,23 @@ def test_tool_calls_are_read_from_a_completion_and_written_into_the_prompt() -> 
     assert (
         len(ask_with_tools(f"{CALL}{CALL}", parallel_tool_calls=False)[0]["choices"][0]["message"]["tool_calls"]) == 1
     )
+
+
+@pytest.mark.parametrize("name", ["tiny", "adapter"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_names_the_adapter_that_completed_it(name: str, *, stream: bool) -> None:
+    routes = ModelRoutes(ServedModel("tiny", load_tokenizer("tiny-dense"), 4096), Scripted("a"))
+    bodies = {"completions": {"prompt": "a"}, "chat": {"messages": MESSAGES}, "responses": {"input": "a"}}
+    bodies["messages"] = {"messages": [MESSAGES[1]], "max_tokens": 4}
+
+    async def names(route: str) -> set[str]:
+        body = {"model": name, "stream": stream, **bodies[route]}
+        reply = await getattr(routes, route)(json.dumps(body).encode(), ())
+        text = json.dumps(reply if isinstance(reply, dict) else [event async for event in reply], default=vars)
+        return set(re.findall(r'"model": "(\w+)"', text))
+
+    for route in bodies:
+        assert asyncio.run(names(route)) == {name}
 
 
 @pytest.mark.parametrize("text", ["Just 4.", '<tool_call>{"name": 3}</tool_call>'])

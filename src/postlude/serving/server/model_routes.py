@@ -107,7 +107,7 @@ class ModelRoutes:
                 _check_logprobs(n * len(prompts), length, body.logprobs)
             scores = await self.backend.score_prompts(requests, body.logprobs)
         writer = CompletionsWriter(
-            self.model,
+            self.model.named(adapter),
             n,
             logprobs=body.logprobs is not None,
             usage=body.include_usage,
@@ -130,14 +130,16 @@ class ModelRoutes:
             self._check(body)
             request = body.request(client, self.model.max_length)
             n, logprobs = _checked_count(request.call.n, 1), request.logprobs is not None
-        return await self._chat(request, ChatWriter(self.model, n, logprobs=logprobs, usage=body.include_usage))
+        model = self.model.named(self.backend.adapter_of(body.model))
+        return await self._chat(request, ChatWriter(model, n, logprobs=logprobs, usage=body.include_usage))
 
     async def responses(self, raw: bytes, client: tuple[str, ...]) -> Any:
         with bad_request_on_error():
             body = parse(ResponsesBody, raw)
             self._check(body)
             request = body.request(client, self.model.max_length)
-            writer = ResponseWriter(self.model, body.settings(), logprobs=request.logprobs is not None)
+            model = self.model.named(self.backend.adapter_of(body.model))
+            writer = ResponseWriter(model, body.settings(), logprobs=request.logprobs is not None)
         return await self._chat(request, writer)
 
     async def messages(self, raw: bytes, client: tuple[str, ...]) -> Any:
@@ -145,7 +147,8 @@ class ModelRoutes:
             body = parse(MessagesBody, raw)
             self._check(body)
             request = body.request(client)
-        return await self._chat(request, MessageWriter(self.model, body.max_tokens))
+        model = self.model.named(self.backend.adapter_of(body.model))
+        return await self._chat(request, MessageWriter(model, body.max_tokens))
 
     async def count_tokens(self, raw: bytes, client: tuple[str, ...]) -> Any:
         with bad_request_on_error():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import contextlib
+import copy
 import re
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -71,6 +72,12 @@ class ServedModel:
         self.name, self.max_length = name, max_length
         self._tokenizer = tokenizer
         self._encoding = ClientTurns()  # a tokenizer is not thread-safe
+
+    def named(self, adapter: str | None) -> ServedModel:
+        """Returns this model under the name of the adapter that a request uses, if it uses one."""
+        named = copy.copy(self)
+        named.name = self.name if adapter is None else adapter
+        return named
 
     @property
     def tokenizer(self) -> ChatTokenizer:
