@@ -117,6 +117,7 @@ def install() -> Delays:
         if (start > now or earlier > now - LONG) and asyncio.iscoroutine(coroutine):
             last_start[loop] = start
             later = run_later(coroutine, max(start - now, 1e-6))
+            later.__qualname__ = coroutine.__qualname__
             weakref.finalize(later, coroutine.close)  # one that is cancelled before it begins
             coroutine = later
         return create_task(loop, coroutine, **keywords)

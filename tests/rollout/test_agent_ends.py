@@ -181,9 +181,10 @@ def test_closing_ends_agents_and_what_they_started(tmp_path: Path, kind: str) ->
     assert not processes_with(marker)
     assert not group.done
     assert not list(Path(tempfile.gettempdir()).glob(f"{PREFIX}*/*/{path.name}.pid"))
-    assert not [
-        thread for thread in threading.enumerate() if thread.name in ("postlude agents' model", f"loop of {agent.name}")
-    ]
+    for thread in threading.enumerate():
+        if thread.name in ("postlude agents' model", f"loop of {agent.name}"):
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
 
 
 def test_a_later_process_removes_the_work_directories_of_one_that_was_killed(

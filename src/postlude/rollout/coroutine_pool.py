@@ -64,7 +64,9 @@ class CoroutinePool:
 
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=_run, args=(self._loop,), name=f"loop of {self.name}", daemon=True).start()
+            name = f"loop of {self.name}"
+            self._thread = threading.Thread(target=_run, args=(self._loop,), name=name, daemon=True)
+            self._thread.start()
         self._started.add(coroutine)
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         self._running[call_id] = _Running(future, time.monotonic() + self.timeout)
@@ -115,6 +117,7 @@ class CoroutinePool:
         if self._loop is not None:
             self._cancel_started(self._loop)
             self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(GRACE)  # one that a call blocks ends with the process
             self._loop = None
 
     def _cancel_started(self, loop: asyncio.AbstractEventLoop) -> None:
