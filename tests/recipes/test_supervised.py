@@ -26,7 +26,7 @@ from postlude.recipes.pairs import DPOTrainer, RMTrainer
 from postlude.recipes.registry import RECIPES
 from postlude.recipes.row_sources import ShuffledRows, StepSizes
 from postlude.recipes.run.files import read_metrics
-from postlude.recipes.run.outcome import read_outcome
+from postlude.recipes.run.outcome import RunOutcome, read_outcome
 from postlude.recipes.sequence_limit import SequenceLimit
 from postlude.recipes.supervised import SFTTrainer
 from postlude.recipes.training_run import run_training
@@ -247,6 +247,35 @@ def test_on_policy_distillation(ranks: Ranks, tmp_path: Path) -> None:
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert steps == [step for step in (1, 2, 3, 4) for _ in range(8)], "what is held out is not shown as learned"
     assert rows[1]["loss"] == pytest.approx(0.0, abs=1e-5), "the teacher is what the student began as"
+
+
+def ended(group: Any, command: str, directory: str, *overrides: str) -> RunOutcome:
+    outcome: RunOutcome = RECIPES[command].run(config_of(command, Path(directory), *overrides), "cpu")
+    return outcome
+
+
+FAILING = """
+async def run(task, client):
+    raise RuntimeError("no disk")
+"""
+
+
+def test_distillation_without_a_sampled_token_ends_and_says_why(ranks: Ranks, tmp_path: Path) -> None:
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": f"{index}+1="} for index in range(12)])
+    (tmp_path / "mine.py").write_text(FAILING)
+    failing = (
+        "--data=on_policy",
+        "--data.environment=agent",
+        f"--data.environment.path={prompts}",
+        f"--data.environment.function={tmp_path / 'mine.py'}:run",
+        "--data.sampling.max_new_tokens=4",
+    )
+    for rows, where in ((0, "step 1"), (2, "the held-out tasks")):
+        settings = (*failing, f"--held_out.rows={rows}", f"--run={tmp_path / str(rows)}")
+        (outcome,) = ranks(1, ended, "distill", str(tmp_path), *settings)
+        assert (outcome.status, outcome.exit_code) == ("failed", 1)
+        assert f"completions of {where}; the last error: {tmp_path / 'mine.py'}:run failed" in outcome.message
+        assert "no disk" in outcome.message
 
 
 UNLIKE_TEACHER = """

@@ -109,11 +109,13 @@ class DistillTrainer(SupervisedTrainer[EncodedSequence | Task]):
         samples = self.config.data.samples_per_prompt
         seed_stream = HELD_OUT_SEEDS if held_out else TRAINING_SEEDS
         trajectories = self.rollout_sampler.sample(tasks, samples, step=self.step, seed_stream=seed_stream)
+        if not held_out:
+            save_all = self.config.data.save_completions
+            log_trajectories(self.run, self.step + 1, trajectories, self.tokenizer, save_all=save_all)
+        self.health.check_sampled(trajectories, "the held-out tasks" if held_out else f"step {self.step + 1}")
         batch = _batch([transcript for trajectory in trajectories for transcript in trajectory.transcripts])
         if held_out:
             return RolloutBatch({}, [batch])
-        save_all = self.config.data.save_completions
-        log_trajectories(self.run, self.step + 1, trajectories, self.tokenizer, save_all=save_all)
         return RolloutBatch(trajectory_metrics(trajectories) | self.rollout_sampler.take_metrics(), [batch])
 
     @staticmethod

@@ -67,6 +67,14 @@ class Health:
             "nothing was learned: the tasks are too hard or too easy, or the reward does not distinguish completions.",
         )
 
+    def check_sampled(self, trajectories: Sequence[Trajectory], of: str) -> None:
+        """Checks that a token was sampled in the trajectories, `of` which step or tasks."""
+        if any(1 in transcript.mask for trajectory in trajectories for transcript in trajectory.transcripts):
+            return
+        errors = [score.error for trajectory in trajectories if (score := trajectory.score) is not None and score.error]
+        last_error = f"; the last error: {errors[-1].rstrip('.')}. Fix the environment" if errors else ""
+        raise UnhealthyRun(f"no token was sampled in any of the {len(trajectories)} completions of {of}{last_error}")
+
     def check_update(self, loss: float, skipped: bool, step: int, model: str = MODEL) -> None:
         count = self.skipped.get(model, 0) + 1 if skipped or not math.isfinite(loss) else 0
         self.skipped[model] = count
