@@ -133,6 +133,17 @@ def test_every_layout_and_a_resumed_run_give_the_same_steps(
         assert critics == ["step-000002", "step-000003"], "one beside each checkpoint"
 
 
+def test_a_damaged_critic_is_a_damaged_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    """The checkpoint before it is loaded, and the later steps are repeated."""
+    (expected,) = ranks(1, trained, str(tmp_path), *OWN_CRITIC)
+    (part,) = (tmp_path / "run" / "critic" / "step-000003").glob("*.safetensors")
+    part.write_bytes(part.read_bytes()[:-1])
+    (resumed,) = ranks(1, trained, str(tmp_path), *OWN_CRITIC)
+    assert resumed == expected
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["step-000002", "step-000003", "step-000003.damaged"]
+
+
 def rollout_with_inputs(group: Any, directory: str, *overrides: str) -> dict[str, Any]:
     """Returns one rollout with its columns, and the values and log-probs they were computed from."""
     recorded: dict[str, Any] = {}

@@ -12,6 +12,7 @@ import torch
 
 from postlude.data import Batch
 from postlude.engine import Engine
+from postlude.engine.checkpoint import checkpoint_problem
 from postlude.objectives import ActorCritic, ValueLoss
 from postlude.objectives.advantages import gae, whiten
 from postlude.recipes.checks.preflight import Check, PreflightInputs
@@ -103,6 +104,12 @@ class PPOTrainer(GRPOTrainer):
             self.run.discard(name)  # left by an earlier start of the run
             self.critic.save(self.run.path / name)
         super().save_models(checkpoint, extra)
+
+    def checkpoint_problem(self, checkpoint: Path) -> str:
+        problem = super().checkpoint_problem(checkpoint)
+        if self.critic is not None and not problem:
+            return checkpoint_problem(self.run.path / CRITIC / checkpoint.name)
+        return problem
 
     def prune_checkpoints(self, best: int | None) -> None:
         super().prune_checkpoints(best)

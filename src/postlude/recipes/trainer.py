@@ -16,6 +16,7 @@ import torch
 
 from postlude.data import Batch
 from postlude.engine import Engine
+from postlude.engine.checkpoint import checkpoint_problem
 from postlude.engine.options import EngineOptions
 from postlude.hf.export import ModelCard
 from postlude.objectives import Objective
@@ -148,6 +149,10 @@ class Trainer(ABC):
     def save_models(self, checkpoint: Path, extra: Mapping[str, Any]) -> None:
         """Writes a checkpoint. The engine is last: with it, the checkpoint is complete."""
         self.engine.save(checkpoint, extra=extra, tokenizer=self.tokenizer)
+
+    def checkpoint_problem(self, checkpoint: Path) -> str:
+        """Returns why a checkpoint cannot be loaded, or ""."""
+        return checkpoint_problem(checkpoint)
 
     def prune_checkpoints(self, best: int | None) -> None:
         """Deletes old checkpoints, as `keep_checkpoints` says. That of the step `best` stays."""

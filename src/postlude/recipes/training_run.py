@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from postlude.checks import USER_ERRORS
-from postlude.engine.checkpoint import checkpoint_problem
 from postlude.generate.probe import WeightsDiffer
 from postlude.recipes.export import BestCheckpoint, export_run, push_run
 from postlude.recipes.report.finish import finish_failed_run, finish_run
@@ -155,7 +154,7 @@ class TrainingRun:
             try:
                 self.unlogged_step = self.trainer.restore(checkpoint).get("unlogged_step")
             except (OSError, ValueError):
-                problem = on_rank0(functools.partial(checkpoint_problem, checkpoint))
+                problem = on_rank0(functools.partial(self.trainer.checkpoint_problem, checkpoint))
                 if not problem or step is not None:
                     raise
                 damaged.append(checkpoint)
@@ -328,7 +327,7 @@ class TrainingRun:
         checkpoints = self.trainer.run.checkpoints()
         if not checkpoints:
             return "No checkpoint was saved, and nothing was exported."
-        if problem := checkpoint_problem(checkpoints[-1]):
+        if problem := self.trainer.checkpoint_problem(checkpoints[-1]):
             return f"{problem} Nothing was exported."
         newest = f"{checkpoints[-1].name} is complete and its weights are finite"
         return f"{newest}: {self.resume_hint}. Nothing was exported."
