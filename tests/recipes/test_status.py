@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from postlude.recipes.run.directory import RunDirectory, open_run
 from postlude.recipes.run.files import AppendedLines, JSONLinesFile, read_metrics
 from postlude.recipes.run.monitor import RunMonitor
 from postlude.recipes.run.outcome import RunOutcome, write_outcome
-from postlude.recipes.run.progress import CHECKPOINT, STEP, RunProgress, WarningCount
+from postlude.recipes.run.progress import CHECKPOINT, START, STEP, RunProgress, WarningCount
 from postlude.recipes.run.schedule import StepTimer
 from postlude.recipes.run.status import WRITTEN, StatusFile, clear_status, status_path
 from tests.conftest import SERVER, Ranks
@@ -57,6 +58,14 @@ def text(status: RunStatus) -> str:
     return "\n".join(f"{label}: {text}" for label, text in status_lines(status))
 
 
+def test_the_time_is_that_of_the_step_and_not_of_its_part() -> None:
+    run = RunStatus("it", "running", "", phase="grpo", activity_seconds=60.0)
+    in_part = replace(run, activity=STEP, place="rollout")
+    assert "step: 0 · grpo, rollout, 1:00 into this step" in text(in_part)
+    assert "step: 0 · grpo, 1:00 into this step" in text(replace(in_part, place=STEP))
+    assert "step: 0 · grpo, 1:00 into this start" in text(replace(run, activity=START, place=START))
+
+
 def test_a_running_run_says_where_it_is(tmp_path: Path) -> None:
     progress = begin(tmp_path)
     timer = StepTimer(progress)
@@ -74,7 +83,7 @@ def test_a_running_run_says_where_it_is(tmp_path: Path) -> None:
     assert after.place == "after rollout"
     assert status.metrics == {"loss": 1 / 3, "tokens_per_second": 100.0}
     assert status.remaining_seconds is not None
-    assert "3 of 9 · sft, rollout for " in text(status)
+    assert "3 of 9 · sft, rollout, " in text(status)
     assert "1 on " in text(status)
     assert "0 in rollout" in text(status)
     assert "0 after rollout" in text(after)

@@ -213,10 +213,11 @@ def status_lines(status: RunStatus) -> list[tuple[str, str]]:
     done = f"{status.step:,} of {status.total:,}" if status.total else f"{status.step:,}"
     ended = status.state in (FINISHED, INTERRUPTED, FAILED, UNKNOWN)
     if not ended:
-        names = ", ".join(dict.fromkeys(name for name in (status.phase, status.place) if name))
-        activity = status.activity if status.activity != STEP else status.unit
-        into = f" for {format_duration(status.activity_seconds)} of this {activity}" if activity else ""
-        done += f" · {names}{into}"
+        parts = [status.phase, status.place if status.place != status.activity else ""]
+        if status.activity:
+            activity = status.activity if status.activity != STEP else status.unit
+            parts.append(f"{format_duration(status.activity_seconds)} into this {activity}")
+        done += f" · {', '.join(dict.fromkeys(part for part in parts if part))}"
     lines.append((status.unit, done))
     if status.total:
         left = status.remaining_seconds
