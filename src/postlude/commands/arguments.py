@@ -389,7 +389,7 @@ MODEL_COMMANDS = {
     "verify": CommandArguments("check that a parallel layout gives the results of one rank", add_verify),
     "generate": CommandArguments("sample completions of prompts", add_generate),
     "chat": CommandArguments("chat with a model in the terminal", add_sampling),
-    "serve": CommandArguments("serve a model over HTTP, with OpenAI's API", add_serve),
+    "serve": CommandArguments("serve a model over HTTP, with OpenAI's and Anthropic's APIs", add_serve),
     "tinker": CommandArguments("serve models for training over HTTP, with the Tinker API", add_tinker),
     "trace": CommandArguments("run a training step and draw a timeline of all ranks", add_trace),
     "plan": CommandArguments("estimate time and memory of a training step in a layout", add_plan),
