@@ -21,10 +21,11 @@ from postlude.serving.clients.api import ServerAPI
 from postlude.serving.clients.client import GenerationClient
 from postlude.serving.clients.llama_cpp import LlamaCppAPI
 from postlude.serving.clients.openai import OpenAIAPI
+from postlude.serving.clients.remote_server import RemoteServer
 from postlude.serving.clients.server_weights import WeightsVersion
 from postlude.serving.clients.sglang import SGLangAPI
 from postlude.serving.clients.vllm import VLLMAPI
-from postlude.serving.errors import ServerError, ServerUnavailable
+from postlude.serving.errors import InvalidResponse, ServerError, ServerUnavailable
 from tests.serving.fake_vllm import OLD, FakeVLLM, Refusal, deterministic_completion
 
 PROMPTS = [[index, 2 * index + 1] for index in range(40)]
@@ -446,3 +447,90 @@ def test_a_directory_is_in_use_while_a_late_server_reads_it(engines) -> None:
             time.sleep(0.01)
         assert (late.directory, late.version, engine.pool.count_up()) == ("/weights/2", "start.2", 2)
         assert engine.directories_in_use() == {"/weights/2"}
+
+
+def test_servers_are_tried_with_a_pause_during_an_outage(engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each attempt counts once, and there are at most as many as the time has pauses."""
+    attempts, connect = 0, RemoteServer.connect
+
+    async def counted(server: RemoteServer, weights: WeightsVersion | None) -> None:
+        nonlocal attempts
+        attempts += 1
+        await connect(server, weights)
+
+    monkeypatch.setattr(RemoteServer, "connect", counted)
+    with closing(FakeVLLM()) as server:
+        server.kill()
+        engine = engines(server, retries=0, backoff=0.1, outage_timeout=1.0)
+        with pytest.raises(ServerError, match="The run waited for 1 s"):
+            engine.generate(PROMPTS[:1], THREE)
+    assert 1 < attempts <= 12
+    assert engine.take_counts().failed == attempts
+
+
+@pytest.mark.parametrize("event", ["removed", "excluded"])
+def test_a_server_that_is_given_up_while_it_connects_is_not_used_again(two, engines, event: str) -> None:
+    healthy, late = two
+    engine = engines(healthy)
+    engine.connect()
+    reached, release, usual_reply = threading.Event(), threading.Event(), late.reply
+
+    def reply(path: str, body: Any) -> Any:
+        if path == "/version" and not reached.is_set():
+            reached.set()
+            release.wait(300)
+        return usual_reply(path, body)
+
+    late.reply = reply
+    engine.add_server(late.url)
+    remote = engine.pool.servers[1]
+    assert reached.wait(300)
+
+    async def exclude() -> None:
+        engine.pool.fail(remote, InvalidResponse("gave a token of another vocabulary"))
+
+    if event == "removed":
+        engine.remove_server(late.url, "hangs")
+    else:
+        engine.run(exclude())
+    release.set()
+    engine.run(engine.pool.connect())  # returns when no server connects any more
+    assert (remote.state, late.calls.count("/version")) == ("excluded", 1)
+    assert engine.take_counts().failed == 1
+    check(engine)
+
+
+def test_a_server_whose_reply_cannot_be_read_is_excluded_and_not_waited_for(engines) -> None:
+    with closing(FakeVLLM()) as server:
+        server.release = f"{'9' * 5000}.1"  # more digits than Python reads
+        with pytest.raises(ServerError, match=r"http://127.0.0.1:\d+ cannot be used: ValueError\('Exceeds the limit"):
+            engines(server).generate(PROMPTS[:1], THREE)
+
+
+def test_a_server_whose_update_raises_gets_no_requests(two, engines) -> None:
+    engine = engines(*two)
+    broken, _ = engine.connect()
+
+    async def reload(*_: Any) -> None:
+        raise KeyError("weight_version")
+
+    broken.api.reload = reload  # type: ignore[method-assign] # such as that of a user's own API
+    engine.reload(WeightsVersion("/weights/1", "start.1"), wait=False)
+    check(engine)
+    assert (broken.state, broken.problem) == ("excluded", "cannot be used: KeyError('weight_version')")
+    assert two[0].answered == 0
+
+
+def test_a_server_that_was_restarted_while_it_was_idle_gets_the_frozen_model_with_its_adapter(engines) -> None:
+    with closing(FakeVLLM()) as server:
+        engine = engines(server)
+        engine.connect()
+        read = list[str]()
+        server.read = read.append
+        for step, restarted in enumerate([False, False, True]):
+            if restarted:
+                server.version = OLD
+            adapter = {"adapter_directory": f"/adapters/{step}", "adapter_name": "policy"}
+            engine.reload(WeightsVersion("/weights/base", f"start.{step}", **adapter))
+            assert server.version == f"start.{step}"
+        assert read == ["/weights/base"] * 2

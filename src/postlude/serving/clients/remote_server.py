@@ -128,6 +128,8 @@ class RemoteServer:
 
     def end_connecting(self, weights: WeightsVersion | None) -> None:
         """Lets it take requests if it has these weights."""
+        if self.state != "connecting":  # it was excluded meanwhile
+            return
         self.state = "up" if not self.is_asleep and (weights is None or self.has_weights(weights)) else "needs_weights"
 
     def succeed(self) -> None:
@@ -228,7 +230,7 @@ class RemoteServer:
         expected = weights.checksum() if self.api.reports_checksum else None
         held.reading_directory, held.unconfirmed = weights.adapter_directory or weights.directory, True
         try:
-            if weights.adapter_directory is None or held.base_directory != weights.directory:
+            if weights.adapter_directory is None or not await self._has_base(weights):
                 held.base_directory = held.default_adapter = None
                 if weights.pieces is None:
                     await self.api.reload(self._send, weights.directory, weights.version)
@@ -258,6 +260,11 @@ class RemoteServer:
         finally:
             held.reading_directory = None
         held.unconfirmed, held.reload_seconds = False, time.perf_counter() - start
+
+    async def _has_base(self, weights: WeightsVersion) -> bool:
+        """Whether it has loaded the frozen model, and was not restarted since."""
+        held = self.weights
+        return held.base_directory == weights.directory and held.version == await self.fetch_version()
 
     async def _send_pieces(self, weights: WeightPieces) -> None:
         """Sends what changed if it has the weights before, else all. If it refuses the changes, sends all."""

@@ -205,7 +205,7 @@ class ServerPool:
                 await asyncio.wait({previous_reload})
             if weights is self.weights and server.state == "up":  # else newer weights follow, or it connects again
                 await server.reload(weights)
-        except (ServerUnavailable, InvalidResponse) as error:
+        except Exception as error:
             self.fail(server, error)
         finally:
             server.load.pending_reloads -= 1
@@ -234,7 +234,7 @@ class ServerPool:
     async def _check_version(self, server: RemoteServer) -> None:
         try:
             await server.refresh_version()
-        except (ServerUnavailable, InvalidResponse) as error:
+        except Exception as error:
             self.fail(server, error)
 
     async def confirm(self, server: RemoteServer, weights: WeightsVersion, *, timeout: float | None = None) -> None:
@@ -372,10 +372,12 @@ class ServerPool:
         Several requests that fail together count once. A server that is excluded with `may_retry` is tried again
         when no other is left.
         """
-        if isinstance(error, InvalidResponse):
-            if server.exclude(str(error), may_retry=may_retry):
+        if not isinstance(error, ServerUnavailable):
+            # Any other exception is that of code which read a reply: a server without an outcome would be waited for.
+            problem = str(error) if isinstance(error, InvalidResponse) else f"cannot be used: {error!r}"
+            if server.exclude(problem, may_retry=may_retry):
                 self.counts.failed += 1
-                LOG.warning("%s %s. It is excluded from now on.", server.url, error)
+                LOG.warning("%s %s. It is excluded from now on.", server.url, problem)
             self._queue.dispatch()
         elif server.state in ("up", "needs_weights"):
             delay = self._record_failure(server, error)
@@ -383,7 +385,9 @@ class ServerPool:
                 self._start_connecting(server, delay)
 
     def _record_failure(self, server: RemoteServer, error: Exception) -> float | None:
-        """Counts a failure. Returns the seconds until the next attempt, or None if the server is unavailable now."""
+        """Counts a failure. Returns the seconds until the next attempt; None without one."""
+        if server.state == "excluded":  # meanwhile
+            return None
         server.fail(str(error), self.retries)
         self.counts.failed += 1
         if server.state == "connecting":
@@ -398,8 +402,8 @@ class ServerPool:
             self._connecting[server] = asyncio.create_task(self._connect(server, delay))
 
     async def _connect(self, server: RemoteServer, delay: float) -> None:
-        while server.state == "connecting":
-            await asyncio.sleep(delay)
+        await asyncio.sleep(delay)
+        while server.state == "connecting":  # it may be excluded or removed at any time
             try:
                 weights = self.weights
                 await server.connect(weights)
@@ -411,14 +415,13 @@ class ServerPool:
                 delay = self._record_failure(server, error) or 0.0
             except RequestRefused as error:  # such as by a proxy while the server starts
                 delay = self._record_failure(server, ServerUnavailable(f"replies with {error}")) or 0.0
-            except InvalidResponse as error:
+            except Exception as error:
                 if weights is self.weights:  # else the directory may be gone, for newer weights
-                    self.fail(server, InvalidResponse(str(error)))
-            await self._end_attempt(server)
-
-    async def _end_attempt(self, server: RemoteServer) -> None:
-        if server.state != "connecting":
-            self._connecting.pop(server, None)  # before the notification, which may start it again
+                    self.fail(server, error)
+            if server.state == "connecting":
+                await self._notify()
+                await asyncio.sleep(delay)
+        del self._connecting[server]  # before the notification, which may start it again
         await self._notify()
 
     async def _notify(self) -> None:
