@@ -138,6 +138,7 @@ FAULTS: dict[str, Fault] = {
     "503": replies_with(503),
     "503 for an hour": replies_with(503, Retry_After="3600"),
     "503 until a date": replies_with(503, Retry_After="Wed, 21 Oct 2037 07:28:00 GMT"),
+    "503 with a superscript": replies_with(503, Retry_After="\u00b2"),
     "moved": replies_with(301, Location="http://localhost:1/"),
     "status 999": replies_with(999),
     "html": replies_with(200, b"<html>maintenance</html>"),
@@ -245,6 +246,28 @@ def test_only_server_that_always_fails_is_named_with_its_reason(fault: str) -> N
         for outcome in check_all_completions(engine):
             assert isinstance(outcome, ServerError)
             assert bad.url in str(outcome)
+
+
+def test_a_reply_that_breaks_off_is_counted_on_a_connection_that_was_used_before() -> None:
+    """Only one that the server closed before it replied is replaced without notice."""
+    with ExitStack() as stack:
+        bad = stack.enter_context(closing(Misbehaving(FAULTS["body cut short"], wrong=(2,))))
+        engine = connect(stack, bad)
+        for request in REQUESTS[:2]:
+            engine.generate([request.prompt], request.sampling)
+        counts = engine.take_counts()
+        assert (bad.number, counts.retried, counts.failed) == (3, 1, 1)
+
+
+@pytest.mark.parametrize("key", ["key\n", "key\u2013"])
+def test_a_key_that_no_header_can_have_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match="the header Authorization for http://a:1 has a line break or a character"):
+        GenerationClient("http://a:1", api_key=key)
+
+
+def test_a_host_that_is_no_name_ends_the_run() -> None:
+    with closing(GenerationClient("http://a..b:1", retries=0)) as engine, pytest.raises(ServerError, match=r"a\.\.b:1"):
+        engine.connect()
 
 
 def test_concurrency_is_reduced_to_what_a_busy_server_accepts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,8 +44,8 @@ class Reply:
 class _Connection:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    used: bool = False
-    """Whether it has carried a request: the server may have closed it since."""
+    was_idle: bool = False
+    """Whether it was idle before this request, and no reply has begun: the server may have closed it meanwhile."""
 
 
 class ServerConnection:
@@ -59,6 +59,12 @@ class ServerConnection:
         self._root = urlsplit(self.url).path
         self._host, self._secure = parts.hostname, parts.scheme == "https"
         self._port = parts.port or (443 if self._secure else 80)
+        for name, value in (headers or {}).items():
+            if not (value.isascii() and value.isprintable()):
+                raise ValueError(
+                    f"the header {name} for {url} has a line break or a character that is not ASCII. Check the API "
+                    "key: the end of a line may have been copied with it."
+                )
         self._headers = {"Host": parts.netloc.rpartition("@")[2], "Content-Type": "application/json", **(headers or {})}
         self._idle: list[_Connection] = []
         self._timeouts: dict[asyncio.Timeout, bool] = {}  # running requests; True if `cancel_requests` ended it
@@ -90,11 +96,11 @@ class ServerConnection:
                 reply, reusable = await _send_and_receive_on(connection, message)
                 return reply
             except CONNECTION_ERRORS as error:
-                if connection.used:  # the server closed it while it was idle: retry on another
+                if connection.was_idle:  # the server closed it while it was idle: retry on another
                     continue
                 raise ServerUnavailable(_reason(error)) from error
             finally:
-                connection.used = True
+                connection.was_idle = True
                 if reusable:
                     self._idle.append(connection)
                 else:
@@ -109,7 +115,7 @@ class ServerConnection:
         try:
             context = ssl.create_default_context() if self._secure else None
             return _Connection(*await asyncio.open_connection(self._host, self._port, ssl=context))
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter for a host that is no name
             raise ServerUnavailable(_reason(error)) from error
 
     def cancel_requests(self) -> None:
@@ -132,6 +138,7 @@ async def _send_and_receive_on(connection: _Connection, message: bytes) -> tuple
     reader = connection.reader
     try:
         version, _, status_text = (await _line(reader)).partition(" ")
+        connection.was_idle = False
         if not version.startswith("HTTP/1."):
             raise ValueError(version[:40])
         status = int(status_text.split(" ")[0])
@@ -200,7 +207,7 @@ def json_or_raise(reply: Reply) -> Any:
         return reply.body.decode(errors="replace") if reply.body.startswith((b"Success", b"# ")) else reply.json()
     problem = f"status {reply.status}: {_message(reply)}"
     retry_after = reply.headers.get("retry-after", "")
-    seconds = float(retry_after) if retry_after.replace(".", "", 1).isdigit() else 0.0
+    seconds = float(retry_after) if retry_after.replace(".", "", 1).isdecimal() else 0.0
     if reply.status == BUSY:
         raise ServerBusy(f"replies with {problem}", seconds)
     if reply.status in TEMPORARY:
