@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
 import logging
+import os
+import shutil
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -25,6 +28,7 @@ from postlude.serving.clients.server_weights import WeightsVersion
 from postlude.serving.errors import ServerError
 from postlude.serving.weights import delta
 from postlude.serving.weights.delta import ReceivedWeights, WeightPieces
+from postlude.serving.weights.sync import WEIGHTS, DeltaSync, SyncOptions
 from tests.serving.fake_vllm import FakeVLLM
 from tests.serving.test_generation_server import KEY, serving, sharp
 
@@ -245,3 +249,36 @@ def test_a_server_of_another_kind_is_refused(tmp_path: Path) -> None:
         pytest.raises(ServerError, match=r"is vllm, which takes no weights in pieces\. Use rollout\.sync: disk"),
     ):
         client.reload(first)
+
+
+@pytest.mark.parametrize("missing", ["the last piece", "the directory of pieces"])
+def test_all_weights_are_read_where_pieces_of_the_changes_are_missing(tmp_path: Path, missing: str) -> None:
+    """As on a shared disk that does not list new files yet."""
+    first, second, _ = versions(tmp_path)
+    with serving(Generator(sharp()), key=KEY) as (served, url), closing(GenerationClient(url, api_key=KEY)) as client:
+        (server,) = client.connect()
+        client.reload(first)
+        pieces = tmp_path / "s.1" / delta.DELTA
+        max(pieces.iterdir()).unlink()
+        if missing == "the directory of pieces":
+            pieces.rmdir()
+        client.reload(second)
+        assert (server.state, server.weights.all_pieces_sent) == ("up", True)
+        assert served.weights.checksum == checksum(tmp_path / "s.1")
+
+
+def test_a_full_disk_is_named_with_the_room_that_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions(tmp_path / WEIGHTS)
+
+    def write_bytes(path: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    unused: Any = None
+    sync = DeltaSync(unused, unused, SyncOptions(tmp_path))
+    sync.version, path = "s.0", tmp_path / WEIGHTS / "s.3"
+    shutil.copytree(tmp_path / WEIGHTS / "s.1", path, ignore=shutil.ignore_patterns(delta.DELTA))
+    with pytest.raises(
+        ServerError, match=r"could not be written below .*weights: .*No space left on device: .*room for"
+    ):
+        sync._reload(WeightsVersion(str(path), "s.3"), path)

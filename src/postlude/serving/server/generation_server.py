@@ -305,7 +305,10 @@ class GenerationServer:
             weights = parse(PieceFilesBody, raw).weights()
         if not weights.directory.is_dir():
             raise HTTPError(404, f"there is no directory {weights.directory} here.")
-        return await asyncio.shield(self._add_pieces(weights.pieces()))
+        reply = await asyncio.shield(self._add_pieces(weights.pieces()))
+        if self.weights.version != weights.version:  # such as files that a shared disk does not list yet
+            raise HTTPError(400, f"the pieces in {weights.directory} end before the last one of {weights.version!r}.")
+        return reply
 
     async def _add_pieces(self, pieces: Iterable[bytes]) -> Any:
         """Adds pieces, and uses the new weights after the last one."""

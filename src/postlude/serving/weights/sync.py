@@ -189,7 +189,13 @@ class DeltaSync(DiskSync):
     def _reload(self, weights: WeightsVersion, path: Path) -> int:
         start = time.perf_counter()
         base = None if self.version is None else self.root / self.version
-        pieces = WeightPieces.of(path, weights.version, base if base is not None and base.exists() else None)
+        try:
+            pieces = WeightPieces.of(path, weights.version, base if base is not None and base.exists() else None)
+        except OSError as error:
+            raise ServerError(
+                f"the weights that changed could not be written below {self.root}: {error}. There must be room for "
+                "two copies of the weights and what changed."
+            ) from error
         size = super()._reload(replace(weights, pieces=pieces), path)
         self.metrics["servers/delta_seconds"] = time.perf_counter() - start
         if pieces.base is None:
