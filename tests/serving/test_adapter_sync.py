@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +28,8 @@ from postlude.recipes.rollouts.server_commands import vllm_lora_rank
 from postlude.serving.clients.client import GenerationClient
 from postlude.serving.engine import ServerEngine
 from postlude.serving.errors import ServerError
-from postlude.serving.weights.adapter_sync import POLICY
+from postlude.serving.weights import adapter_sync
+from postlude.serving.weights.adapter_sync import POLICY, AdapterSync
 from postlude.serving.weights.sync import SyncOptions
 from tests.conftest import Ranks
 from tests.engine.training import config
@@ -185,3 +188,24 @@ def test_launched_vllm_gets_the_lora_rank_of_the_files() -> None:
     assert [vllm_lora_rank(rank) for rank in (1, 4, 16, 17, 300, 512)] == [1, 8, 16, 32, 320, 512]
     with pytest.raises(ValueError, match="the adapters have rank 513, but vLLM takes at most 512"):
         vllm_lora_rank(513)
+
+
+def synced_with_memory_of(group: Any, url: str, run: str, size: int) -> tuple[bool, float]:
+    """Returns whether adapters are in memory, which has so many free bytes, and the difference of the log-probs."""
+    adapter_sync.shutil = SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=size))  # type: ignore[attr-defined]
+    engine = build(LoRA(rank=4, alpha=16.0))
+    try:
+        sync = SyncOptions(Path(run))
+        with closing(ServerEngine(lambda: GenerationClient(url), engine=engine, sync=sync)) as rollouts:
+            rollouts.sync_weights()
+            assert isinstance(rollouts.sync, AdapterSync)
+            return rollouts.sync._in_memory is not None, logprob_difference(engine, rollouts)
+    finally:
+        adapter_sync.shutil = shutil  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("size", "in_memory"), [(1 << 30, True), (1 << 10, False)])
+def test_adapters_are_in_memory_where_there_is_room(ranks: Ranks, tmp_path: Path, size: int, in_memory: bool) -> None:
+    with closing(LoRAServer()) as server:
+        ((was_in_memory, difference),) = ranks(1, synced_with_memory_of, server.url, str(tmp_path), size)
+    assert (was_in_memory, difference < 1e-4) == (in_memory, True)

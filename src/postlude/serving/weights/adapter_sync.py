@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,14 +26,16 @@ from postlude.world.work_directories import WorkDirectories
 POLICY = "policy"  # the name of the adapter at servers
 BASE = "base"  # in the directory of weights: the frozen model
 SHARED_MEMORY = Path("/dev/shm")  # files in memory, where the system has them
+COPIES = 3  # of an adapter, for which memory must have room: the last one, the next, and one to spare
 LOCAL_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 LOG = logging.getLogger("postlude")
 
 
 class AdapterSync(DiskSync):
-    """Rank 0 writes the adapter as peft's files, to memory if all servers are on this machine, and servers load it.
+    """Rank 0 writes the adapter as peft's files, and servers load it.
 
-    Servers that start or come back get the frozen model first, which stays in the run's directory.
+    The files are in memory if all servers are on this machine and there is room, else in the run's directory. Servers
+    that start or come back get the frozen model first, which stays in that directory.
     """
 
     _adapter_root: Path | None = None
@@ -57,8 +60,8 @@ class AdapterSync(DiskSync):
             configs, pairs = adapter_matrices(self.engine)
 
             def write() -> Path:
-                path = self._make_adapter_root() / version
                 on_cpu = {name: (a.cpu(), b.cpu()) for name, (a, b) in pairs.items()}
+                path = self._make_adapter_root(sum(a.nbytes + b.nbytes for a, b in on_cpu.values())) / version
                 model = (self.engine.config, self.engine.family)
                 # Servers read experts one by one where the model's files have them so.
                 files = to_peft(on_cpu, configs, *model, separate_experts=True, blocks=self.engine.block_types)
@@ -72,12 +75,14 @@ class AdapterSync(DiskSync):
         weights = WeightsVersion(str(base), version, self._probe, adapter_directory=str(path), adapter_name=POLICY)
         return on_rank0(lambda: self._reload(weights, path), self.group)
 
-    def _make_adapter_root(self) -> Path:
-        """Returns the directory of the adapters of all versions, made at the first call."""
+    def _make_adapter_root(self, size: int) -> Path:
+        """Returns the directory of the adapters of all versions, made at the first call. One has `size` bytes."""
         if self._adapter_root is None:
             hosts = {urlsplit(server.url).hostname for server in self.client.pool.servers}
-            if hosts <= LOCAL_HOSTS:
-                self._in_memory = WorkDirectories(SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
+            # A container often has 64 MiB of it.
+            has_room = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= COPIES * size
+            if hosts <= LOCAL_HOSTS and has_room:
+                self._in_memory = WorkDirectories(SHARED_MEMORY)
                 self._adapter_root = self._in_memory.make()
             else:
                 self._adapter_root = self.root / "adapters"
