@@ -55,3 +55,17 @@ def test_metrics_are_of_the_drafts_since_the_last_step(ranks: Ranks) -> None:
         {"draft_acceptance": 0.25, "draft_length": pytest.approx(1 + 5 / 5)},
     ]
     assert reads == 1, "a server that does not draft is asked once"
+
+
+def metrics_with_unreadable_counts(group: Any) -> dict[str, float]:
+    with closing(DraftingVLLM()) as server:
+        client = GenerationClient(server.url, "tiny")
+        with closing(ServerEngine(lambda: client)) as engine:
+            client.connect()
+            server.counts = (float("nan"), float("inf"), 0.0)
+            return engine.take_metrics()
+
+
+def test_counts_that_cannot_be_read_are_left_out(ranks: Ranks) -> None:
+    (metrics,) = ranks(1, metrics_with_unreadable_counts)
+    assert metrics == {"servers/up": 1.0, "servers/failed": 0.0, "servers/retried": 0.0}

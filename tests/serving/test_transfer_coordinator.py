@@ -42,3 +42,24 @@ def test_a_server_is_used_again_only_after_a_whole_transfer() -> None:
         begin(second)  # which never ends: the server may hold some of these weights
         assert begin(first).finish({}) == [fake.url], "it is sent all of them again"
         assert (server.state, server.has_weights(first)) == ("up", True)
+
+
+def test_a_server_whose_reply_cannot_be_read_does_not_affect_the_others() -> None:
+    weights = WeightsVersion(None, "start.1")
+    with (
+        closing(Receiver()) as broken,
+        closing(Receiver()) as healthy,
+        closing(GenerationClient([broken.url, healthy.url], api="vllm")) as client,
+    ):
+        client.connect()
+        transfer = TransferCoordinator(client, weights)
+        assert len(transfer.targets()[0]) == 2
+        server, _ = client.pool.servers
+
+        async def finish_update(*_: Any) -> None:
+            raise KeyError("success")
+
+        server.api.finish_update = finish_update  # type: ignore[method-assign] # such as that of a user's own API
+        assert len(transfer.begin({})) == 2
+        assert transfer.finish({}) == [healthy.url]
+        assert (server.state, server.problem) == ("excluded", "cannot be used: KeyError('success')")

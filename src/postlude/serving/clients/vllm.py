@@ -145,7 +145,10 @@ class VLLMAPI(OpenAIAPI):
 
         def total(name: str) -> int:
             values = re.findall(rf"(?m)^vllm:spec_decode_num_{name}_total\S* (\S+)", text)
-            return sum(int(float(value)) for value in values)
+            try:
+                return sum(int(float(value)) for value in values)
+            except (ValueError, OverflowError) as error:
+                raise InvalidResponse(f"has metrics that cannot be read: {error}") from error
 
         self.drafts = "vllm:spec_decode_num_drafts_total" in text
         return DraftCounts(*map(total, ("drafts", "draft_tokens", "accepted_tokens"))) if self.drafts else None

@@ -150,7 +150,7 @@ class TransferCoordinator:
             await work
         except RequestRefused as error:
             self.client.pool.fail(server, InvalidResponse(f"could not take new weights: {error}"))
-        except (ServerUnavailable, InvalidResponse) as error:
+        except Exception as error:  # the other servers continue
             self.client.pool.fail(server, error)
         else:
             return True
