@@ -18,7 +18,6 @@ from postlude.serving.clients.server_weights import WeightsVersion
 from postlude.serving.errors import ServerError
 from postlude.serving.weights.sync import NetworkSync, SyncOptions
 from postlude.serving.weights.transfer import WeightTransfer, split_aligned
-from tests.conftest import PATIENCE
 from tests.engine.test_weights import ODD
 from tests.engine.training import batch, build, config, policy
 from tests.serving.fake_receiver import Dies, Hangs, Refuses, RemoteReceiver, digest
@@ -210,7 +209,8 @@ def test_interrupted_receiver_is_sent_everything_again(ranks) -> None:
 def _left_in_the_middle(group: Any, url: str) -> list[Any]:
     engine = build("pp=1", ODD, compute_dtype=torch.bfloat16)
     with closing(GenerationClient([url], api="vllm", backoff=0.01)) as servers:
-        sync = NetworkSync(engine, servers, SyncOptions(Path(), "network", timeout=PATIENCE))
+        # The trainer waits so long for the refused broadcast: it is no receiver's reply that ends one.
+        sync = NetworkSync(engine, servers, SyncOptions(Path(), "network", timeout=10.0))
         with closing(sync):
             sync.sync("start.1")
             assert servers.pool.servers[0].state == "up"
