@@ -97,12 +97,14 @@ def seeds(group: Any, directory: str) -> list[set[int]]:
     """Returns the seeds of a distillation's training and held-out completions in one step."""
     trainer = trainer_of("distill", directory)
     assert isinstance(trainer, DistillTrainer)
-    assert trainer.rollout_sampler is not None
+    sampler = trainer.rollout_sampler
+    assert sampler is not None
     drawn: list[set[int]] = []
     module = import_module("postlude.recipes.distill")
     tasks = trainer.rows.held_out
-    with patch.object(
-        trainer.rollout_sampler, "sample_groups", side_effect=lambda groups: drawn.append({*map(seed, groups)}) or []
+    with (
+        patch.object(sampler, "sample_groups", side_effect=lambda groups: drawn.append({*map(seed, groups)}) or []),
+        patch.object(trainer.health, "check_sampled"),  # nothing is
     ):
         for held_out in (False, True):
             with patch.object(module, "_batch"), patch.object(module, "trajectory_metrics", return_value={}):
